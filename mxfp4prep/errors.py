@@ -1,0 +1,109 @@
+"""Every failure a user can meet: a place, what was found, what was expected and a way out.
+
+The exit code belongs to the error class, so that the command line only has to print and leave.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+def printable(text: str) -> str:
+    """`text` with control, bidirectional and other unprintable characters escaped.
+
+    Names come out of files that strangers wrote; they must not reach a terminal raw.
+    """
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for c in text
+    )
+
+
+class Mxfp4PrepError(Exception):
+    """`WHERE: what is wrong: found ..., expected ...`, and `hint`, a flag or a command that helps.
+
+    `where` and `what` may hold names from files: they are escaped when the message is made.
+    """
+
+    exit_code: ClassVar[int] = 3
+
+    def __init__(
+        self,
+        where: object,
+        what: str,
+        *,
+        found: object | None = None,
+        expected: object | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.where = str(where)
+        self.what = what
+        self.found = found
+        self.expected = expected
+        self.hint = None if hint is None else printable(hint)
+        facts = []
+        if found is not None:
+            facts.append(f"found {found}")
+        if expected is not None:
+            facts.append(f"expected {expected}")
+        text = f"{self.where}: {what}" + (f": {', '.join(facts)}" if facts else "")
+        super().__init__(printable(text))
+
+
+class UsageError(Mxfp4PrepError):
+    """The call's words are off."""
+
+    exit_code = 2
+
+
+class InvalidCheckpoint(Mxfp4PrepError):
+    """The checkpoint cannot be read, or contradicts itself."""
+
+    exit_code = 3
+
+
+class InvalidManifest(InvalidCheckpoint):
+    """The manifest of a prepared checkpoint is missing, foreign, newer than us or inconsistent."""
+
+
+class LayoutError(InvalidCheckpoint, ValueError):
+    """A shape that a layout cannot hold."""
+
+
+class IntegrityError(Mxfp4PrepError):
+    """Bytes that are not the ones the manifest was written for: the answer is no."""
+
+    exit_code = 1
+
+
+class Unsupported(Mxfp4PrepError):
+    """A valid input that is not ours to handle."""
+
+    exit_code = 4
+
+
+class BackendUnavailable(Unsupported):
+    """A GEMM backend that cannot run here; the message says why."""
+
+
+class CannotShard(Unsupported):
+    """A layer that cannot be cut at a tensor-parallel degree without breaking a 32-group.
+
+    `reason` is split_rows, split_cols or split_groups.
+    """
+
+    def __init__(self, where: object, what: str, *, reason: str, hint: str | None = None) -> None:
+        self.reason = reason
+        super().__init__(where, what, hint=hint)
+
+
+class UnsafeOutput(Mxfp4PrepError):
+    """The output exists, is somebody else's, or lies where writing would harm."""
+
+    exit_code = 5
+
+
+class IOFailed(Mxfp4PrepError):
+    """The operating system refused: disk full, permission, a file that vanished."""
+
+    exit_code = 6

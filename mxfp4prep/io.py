@@ -1,0 +1,247 @@
+"""Every file operation of the product, one thin function each: the seam where tests make them fail.
+
+Callers write `from mxfp4prep import io` and `io.fsync(fd, where)`; nothing else opens, reads,
+writes, renames or removes. Each OSError becomes `IOFailed` with the path as its place and the
+OSError as its `__cause__`: who must tell "it exists" from "no permission" finds the errno there.
+What is no regular file (FIFO, socket, device, folder) is refused with `InvalidCheckpoint` before it
+is opened: it can neither hang the program nor be drained.
+
+Reads are positional and never mapped: when a mapped file shrinks, SIGBUS kills the process.
+System calls that a signal interrupts are retried by Python itself (PEP 475).
+"""
+# ruff: noqa: PTH116, PTH104, PTH102, PTH108 - the system calls by their own names
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mxfp4prep.errors import InvalidCheckpoint, IOFailed
+
+_DISK_HINT = "free some space there, or choose an output on another disk"
+_EXISTS_HINT = "remove it, or choose another output"
+_FAILURES: dict[int, tuple[str, str | None]] = {  # errno -> what is wrong, the way out
+    errno.ENOSPC: ("the disk is full", _DISK_HINT),
+    errno.EDQUOT: ("the disk quota is used up", _DISK_HINT),
+    errno.EFBIG: (
+        "the file is larger than this filesystem or process may write",
+        "choose an output on another filesystem, or raise the limit (ulimit -f)",
+    ),
+    errno.EROFS: ("the filesystem is read-only", "choose an output on a writable disk"),
+    errno.EACCES: ("permission denied", "check the permissions of the file and its folder"),
+    errno.EPERM: ("the system does not permit this", "check the owner of the file and its folder"),
+    errno.ENOENT: ("no such file or folder", "check the path; it may have been moved or deleted"),
+    errno.ENOTDIR: ("a part of the path is not a folder", "check the path"),
+    errno.EEXIST: ("it exists already", _EXISTS_HINT),
+    errno.ENOTEMPTY: ("the folder is not empty", _EXISTS_HINT),
+    errno.ELOOP: ("the symbolic links of this path run in a circle", "check the links"),
+    errno.ENAMETOOLONG: ("the name is too long for the filesystem", None),
+    errno.EXDEV: ("the two places are on different filesystems", None),
+    errno.EMFILE: ("too many open files", "use fewer workers, or raise the limit (ulimit -n)"),
+    errno.ENFILE: ("the system has too many open files", "close other programs and try again"),
+    errno.EIO: ("the disk reported an input/output error", "check the disk and the system log"),
+    errno.ESTALE: ("the network filesystem lost the file", "mount it again and retry"),
+}
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def failed(where: object, error: OSError) -> IOFailed:
+    """What a person can act on, made from what the system said about `where`."""
+    what, hint = _FAILURES.get(error.errno or 0, (error.strerror or str(error) or "failed", None))
+    return IOFailed(where, what, hint=hint)
+
+
+@contextmanager
+def _failing_as(where: object) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise failed(where, error) from error
+    except ValueError as error:  # a NUL byte or a lone surrogate, which no path can have
+        raise InvalidCheckpoint(where, f"not a usable path: {error}") from error
+
+
+def _require_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        found = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise InvalidCheckpoint(path, "not a regular file", found=found)
+
+
+def open_read(path: Path) -> int:
+    """A descriptor for reading the regular file at `path`; symbolic links are followed.
+
+    Raises InvalidCheckpoint for anything but a regular file, IOFailed when it cannot be opened.
+    """
+    with _failing_as(path):
+        _require_regular(path, os.stat(path).st_mode)  # opening a device or FIFO has side effects
+        # O_NONBLOCK: were a FIFO put there just now, open would wait for its writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            _require_regular(path, os.fstat(fd).st_mode)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+
+def file_size(fd: int, where: object = "file") -> int:
+    """The size in bytes of an open file."""
+    with _failing_as(where):
+        return os.fstat(fd).st_size
+
+
+def pread_into(fd: int, view: memoryview, offset: int, where: object) -> None:
+    """Fills the whole of `view` (contiguous memory) with the file's bytes from `offset` on.
+
+    Raises IOFailed when the file ends before that: somebody cut it while it was being read.
+    """
+    view = view.cast("B")
+    done = 0
+    with _failing_as(where):
+        while done < len(view):
+            count = os.preadv(fd, [view[done:]], offset + done)
+            if count == 0:
+                raise IOFailed(
+                    where,
+                    "the file became shorter while being read",
+                    found=f"its end at byte {offset + done}",
+                    expected=f"{len(view)} bytes from byte {offset} on",
+                    hint="wait until the download or copy is finished, then try again",
+                )
+            done += count
+
+
+def read_bytes(path: Path, limit: int | None = None) -> bytes:
+    """The whole content of a regular file.
+
+    Raises InvalidCheckpoint when it has more than `limit` bytes, before reading any; IOFailed when
+    its size changes meanwhile.
+    """
+    fd = open_read(path)
+    try:
+        nbytes = file_size(fd, path)
+        if limit is not None and nbytes > limit:
+            raise InvalidCheckpoint(
+                path, "the file is too large", found=f"{nbytes} bytes", expected=f"at most {limit}"
+            )
+        content = bytearray(nbytes)
+        pread_into(fd, memoryview(content), 0, path)
+        if file_size(fd, path) != nbytes:
+            raise IOFailed(path, "the file changed its size while being read", hint="try again")
+    finally:
+        close(fd, path)
+    return bytes(content)
+
+
+def create(path: Path) -> int:
+    """A descriptor for writing a new file, mode 0666 less the umask.
+
+    Raises IOFailed when anything stands at `path`, even a dangling link.
+    """
+    with _failing_as(path):
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write_all(fd: int, view: bytes | bytearray | memoryview, where: object) -> None:
+    """Writes every byte of `view` (contiguous memory), in as many calls as the system needs."""
+    rest = memoryview(view).cast("B")
+    with _failing_as(where):
+        while len(rest):
+            count = os.write(fd, rest)
+            if count == 0:
+                raise IOFailed(where, "the system takes no more bytes", hint=_DISK_HINT)
+            rest = rest[count:]
+
+
+def fsync(fd: int, where: object) -> None:
+    """Returns once the content of an open file is on the disk."""
+    with _failing_as(where):
+        os.fsync(fd)
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Asks the kernel to begin writing a part of a file to disk, and returns at once.
+
+    POSIX_FADV_DONTNEED starts writeback of dirty pages on Linux and lets go of clean ones, so a
+    long conversion does not push everything else out of memory. Advice only: failure is no error.
+    """
+    with suppress(OSError):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def fsync_dir(path: Path) -> None:
+    """Returns once the names in a folder are on the disk.
+
+    Filesystems that cannot do this for a folder (some network ones say EINVAL) are let be.
+    """
+    with _failing_as(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(fd)
+
+
+def close(fd: int, where: object = "file") -> None:
+    """Closes a descriptor. After writing, errors matter: NFS may report a full disk only here."""
+    with _failing_as(where):
+        os.close(fd)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Gives a file or folder another name in one step; a file at `target` is replaced."""
+    with _failing_as(f"{source} -> {target}"):
+        os.rename(source, target)
+
+
+def mkdir(path: Path) -> None:
+    """Makes one folder, mode 0777 less the umask. Atomic: of two processes one gets IOFailed."""
+    with _failing_as(path):
+        os.mkdir(path)
+
+
+def unlink(path: Path) -> None:
+    """Removes a file or a symbolic link."""
+    with _failing_as(path):
+        os.unlink(path)
+
+
+def rmtree(path: Path) -> None:
+    """Removes a folder and all in it. Links are never followed, and `path` must not be one."""
+    with _failing_as(path):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:  # its filename is often relative to a folder deep inside
+            inner = str(error.filename or path)
+            raise failed(inner if str(path) in inner else f"{path}: {inner}", error) from error
+
+
+def scan_folder(path: Path) -> list[os.DirEntry[str]]:
+    """The entries of a folder, sorted by name."""
+    with _failing_as(path), os.scandir(path) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+
+
+def entry_mode(entry: os.DirEntry[str]) -> int:
+    """The st_mode of what an entry leads to, links followed; 0 for a link that leads nowhere."""
+    with _failing_as(entry.path):
+        try:
+            return entry.stat().st_mode
+        except FileNotFoundError:
+            if entry.is_symlink():
+                return 0
+            raise

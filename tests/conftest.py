@@ -1,0 +1,27 @@
+"""Shared places of the test data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+FIXTURES = DATA / "fixtures"
+
+MXFP4_FIXTURES = sorted(
+    path.name
+    for path in FIXTURES.iterdir()
+    if path.is_dir() and path.name.startswith(("llama-", "qwen", "version-"))
+)
+LOOKALIKES = {
+    "lookalike-amdfp4-g32": "amdfp4_g32",
+    "lookalike-mxfp6-e2m3": "mxfp6_e2m3",
+    "lookalike-nvfp4": "nvfp4",
+}
+
+
+@pytest.fixture(params=MXFP4_FIXTURES)
+def mxfp4_fixture(request: pytest.FixtureRequest) -> Path:
+    """Each real Quark MXFP4 checkpoint in turn."""
+    return FIXTURES / request.param
