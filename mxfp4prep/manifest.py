@@ -1,0 +1,328 @@
+"""The manifest of a prepared checkpoint: versioned, strict, and the same bytes for the same input.
+
+A manifest of up to SPELLED_OUT_LAYERS layers spells every field of every layer. A larger one
+leaves out what follows from other fields by `_fill`; readers get the whole record either way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mxfp4prep.collector import collector_paused
+from mxfp4prep.errors import InvalidManifest
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "mxfp4prep.json"
+DIGESTS_NAME = "mxfp4prep.digests.json"
+SUMS_NAME = "SHA256SUMS"
+SOURCE_DIR = "source"
+HEADER_SUFFIX = ".header"
+"""`source/<shard>.header` keeps a safetensors header whose spelling is not the usual one."""
+QUANT_METHOD = "mxfp4prep"
+DIGEST_ALGORITHM = "xxh3_128"
+
+SPELLED_OUT_LAYERS = 10_000
+"""Above this many layers, fields that follow from others are left out: a 70,000-layer manifest
+that spells them is 49 MB, one that does not is under 30 MB."""
+
+LayoutId = Literal["raw", "tile16x16", "tile32x8", "transposed"]
+PathName = Literal["asm", "triton"]
+VerdictName = Literal["asm", "triton", "impossible"]
+SchemeName = Literal["w4a4", "w4a16", "w4a8", "w4a6"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class SourceRecord(_Record):
+    """Where the checkpoint came from. `name` is the directory's own name, never a path."""
+
+    name: str
+    repo: str | None = None
+    commit: str | None = None
+    config_sha256: str
+    index_sha256: str | None = None
+
+
+class TargetRecord(_Record):
+    """What the files were laid out for."""
+
+    gfx: str
+    tp: list[int]
+    rule_version: int
+    layouts: list[LayoutId]
+
+
+class DigestsRecord(_Record):
+    """The side file with one digest pair per tensor."""
+
+    name: str
+    sha256: str
+    algorithm: str
+
+
+class FileRecord(_Record):
+    """One file of the prepared checkpoint.
+
+    role            shard: tensors, prepared or copied · side: copied byte for byte · config, index:
+                    written anew, the original stands under source/ · new_index: the source had
+                    none · original: a file under source/ · digests: the per-tensor digests
+    source_header   for shards: how the source's safetensors header follows from ours. "same": only
+                    shapes differ · "no_metadata": and it had no __metadata__ · "stored": its
+                    spelling was its own, kept under source/<name>.header
+    """
+
+    name: str
+    nbytes: int
+    sha256: str
+    role: Literal["shard", "side", "config", "index", "new_index", "original", "digests"]
+    source_header: Literal["same", "no_metadata", "stored"] | None = None
+
+
+class ActivationRecord(_Record):
+    """How the layer's input is quantized; dtype None means not at all."""
+
+    dtype: str | None
+    scale_mode: str | None = None
+    static: bool = False
+
+
+class StoredTensor(_Record):
+    """One prepared tensor: where it stands, in which layout, and its shape in the source.
+
+    pad_byte is the byte that fills padding of a scale; None while nothing is padded.
+    """
+
+    tensor: str
+    file: str
+    layout: LayoutId
+    shape: list[int]
+    source_shape: list[int]
+    pad_byte: int | None = None
+
+
+class LayerRecord(_Record):
+    """One MXFP4 layer and what was done with it.
+
+    n, k        out_features, in_features of one matrix; n_padded, k_padded what is stored
+    experts     matrices in a stacked 3-D tensor, or None
+    gate_up     row order of a tensor that holds gate and up: interleaved | concatenated | None
+    verdict     path per tensor-parallel degree, the stricter of layer and fused group
+    input_scale name of the static activation scale tensor, or None
+    """
+
+    name: str
+    kind: Literal["linear", "expert", "shared_expert"]
+    parallel: Literal["column", "row", "qkv", "merged", "replicated", "expert", "unknown"]
+    group: str | None
+    scheme: SchemeName
+    activation: ActivationRecord
+    n: int
+    k: int
+    n_padded: int
+    k_padded: int
+    experts: int | None
+    gate_up: Literal["interleaved", "concatenated"] | None
+    path: PathName
+    reasons: list[str]
+    hazards: list[str]
+    verdict: dict[str, VerdictName]
+    weight: StoredTensor
+    scale: StoredTensor
+    bias: str | None
+    input_scale: str | None
+
+
+class CopiedTensor(_Record):
+    """A tensor that was copied byte for byte. `label` says what it is where that matters (mtp)."""
+
+    name: str
+    file: str
+    label: str | None = None
+
+
+class FindingRecord(_Record):
+    """Something noticed while reading the source, kept for whoever serves the result."""
+
+    code: str
+    severity: Literal["error", "warning", "note"]
+    where: str
+    message: str
+
+
+class Manifest(_Record):
+    """mxfp4prep.json: what a prepared checkpoint holds and how every tensor is stored."""
+
+    schema_version: Literal[1]
+    tool_version: str
+    source: SourceRecord
+    target: TargetRecord
+    digests: DigestsRecord
+    files: list[FileRecord]
+    layers: list[LayerRecord]
+    tensors: list[CopiedTensor]
+    findings: Annotated[list[FindingRecord], Field(default_factory=list)]
+
+    def layer(self, name: str) -> LayerRecord:
+        """The record of layer `name`. Raises KeyError."""
+        for record in self.layers:
+            if record.name == name:
+                return record
+        raise KeyError(name)
+
+
+@collector_paused()
+def dump(manifest: Manifest) -> bytes:
+    """The manifest's bytes: one line per file, layer and tensor, keys in model order."""
+    document = manifest.model_dump(mode="json")
+    if len(manifest.layers) > SPELLED_OUT_LAYERS:
+        defaults = _layer_defaults(document["layers"])
+        document["layers"] = [_shorten(layer, defaults) for layer in document["layers"]]
+        document["layer_defaults"] = defaults
+    lines = ["{"]
+    keys = list(document)
+    for position, key in enumerate(keys):
+        value = document[key]
+        comma = "," if position < len(keys) - 1 else ""
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            lines.append(f"{json.dumps(key)}: [")
+            lines.append(",\n".join(_line(item) for item in value))
+            lines.append(f"]{comma}")
+        else:
+            lines.append(f"{json.dumps(key)}: {_line(value)}{comma}")
+    lines.append("}\n")
+    return "\n".join(lines).encode()
+
+
+@collector_paused()
+def parse(raw: bytes, where: str = MANIFEST_NAME) -> Manifest:
+    """The manifest in `raw`, every record whole.
+
+    Raises InvalidManifest on bad JSON, an unknown schema version, an unknown key, a missing field
+    or a wrong type: an unknown manifest is refused, never guessed at.
+    """
+    try:
+        document = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise InvalidManifest(where, f"not a manifest: {error}") from None
+    if not isinstance(document, dict):
+        raise InvalidManifest(where, "not a manifest", found=type(document).__name__)
+    version = document.get("schema_version")
+    if version != FORMAT_VERSION or isinstance(version, bool):
+        raise InvalidManifest(
+            where,
+            "this version of mxfp4prep cannot read it",
+            found=f"schema_version {version!r}",
+            expected=FORMAT_VERSION,
+            hint="install the mxfp4prep that wrote it, or convert the source again",
+        )
+    defaults = document.pop("layer_defaults", None)
+    if defaults is not None:
+        if not isinstance(defaults, dict) or not isinstance(document.get("layers"), list):
+            raise InvalidManifest(where, "layer_defaults is not an object")
+        for layer in document["layers"]:
+            _fill(layer, defaults)
+    try:
+        return Manifest.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise InvalidManifest(where, f"{place}: {first['msg']}") from None
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of the spelled-out manifest, generated from the model."""
+    schema = Manifest.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "mxfp4prep manifest"
+    return schema
+
+
+_COMMON = (
+    "kind",
+    "parallel",
+    "group",
+    "scheme",
+    "activation",
+    "experts",
+    "gate_up",
+    "reasons",
+    "hazards",
+    "verdict",
+    "bias",
+    "input_scale",
+)
+
+
+def _line(value: object) -> str:
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key!r} stands twice")
+            seen.add(key)
+    return result
+
+
+def _layer_defaults(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """For each common field its most frequent value; ties go to the first seen."""
+    defaults: dict[str, Any] = {}
+    for key in _COMMON:
+        counts: dict[str, int] = {}
+        for layer in layers:
+            text = _line(layer[key])
+            counts[text] = counts.get(text, 0) + 1
+        defaults[key] = json.loads(max(counts, key=counts.__getitem__))
+    return defaults
+
+
+def _derived(layer: Mapping[str, Any]) -> tuple[tuple[str, str | None, Any], ...]:
+    """(field, subfield, value) that follow from name, n, k and the weight's file."""
+    name, n, k = layer["name"], layer["n"], layer["k"]
+    return (
+        ("n_padded", None, n),
+        ("k_padded", None, k),
+        ("weight", "tensor", f"{name}.weight"),
+        ("weight", "source_shape", [n, k // 2]),
+        ("weight", "pad_byte", None),
+        ("scale", "tensor", f"{name}.weight_scale"),
+        ("scale", "file", layer["weight"]["file"]),
+        ("scale", "source_shape", [n, -(-k // 32)]),
+        ("scale", "pad_byte", None),
+    )
+
+
+def _shorten(layer: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    short = {k: v for k, v in layer.items() if k not in defaults or v != defaults[k]}
+    short["weight"], short["scale"] = dict(layer["weight"]), dict(layer["scale"])
+    for field, subfield, value in _derived(layer):
+        if subfield is None:
+            if short[field] == value:
+                del short[field]
+        elif short[field][subfield] == value:
+            del short[field][subfield]
+    return short
+
+
+def _fill(layer: Any, defaults: Mapping[str, Any]) -> None:  # noqa: ANN401 - what JSON holds
+    """Puts back what `_shorten` left out; anything else is left for validation to refuse."""
+    try:
+        for field, subfield, value in _derived(layer):
+            if subfield is None:
+                layer.setdefault(field, value)
+            else:
+                layer[field].setdefault(subfield, value)
+        for key, value in defaults.items():
+            layer.setdefault(key, value)
+    except (TypeError, KeyError, AttributeError):
+        return
