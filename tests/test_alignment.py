@@ -1,0 +1,116 @@
+"""Verdicts on shapes from real crashes and corruptions, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from mxfp4prep.alignment import (
+    REASONS,
+    judge_group,
+    judge_layer,
+    judge_matrix,
+    scale_columns,
+    stricter,
+)
+from mxfp4prep.parallel import Block, Cut
+
+COLUMNS = Cut("columns")
+WHOLE = Cut("none")
+
+
+def rows(n: int, units: int | None = None, replicate: bool = False) -> Cut:
+    return Cut("rows", (Block(n, units or n, replicate),))
+
+
+@pytest.mark.parametrize(
+    ("case", "cut", "n", "k", "tp", "path", "shard", "reasons"),
+    [
+        # P01: the unfused shared expert that crashed vLLM: 640 / 32 = 20 columns, 20 % 8 = 4
+        ("P01", WHOLE, 2560, 640, 1, "triton", (2560, 20), ("scale_cols",)),
+        # P02: 48 rows of in_proj_b, 5120 / 32 = 160 columns
+        ("P02 tp1", rows(48), 48, 5120, 1, "triton", (48, 160), ("scale_rows",)),
+        ("P02 tp2", rows(48), 48, 5120, 2, "triton", (24, 160), ("scale_rows",)),
+        ("P02 tp4", rows(48), 48, 5120, 4, "triton", (12, 160), ("scale_rows",)),
+        ("P02 tp8", rows(48), 48, 5120, 8, "triton", (6, 160), ("scale_rows",)),
+        # P03: 96 rows fit the tiles, and the kernel is wrong; 128 rows are fine
+        ("P03 96x5120", WHOLE, 96, 5120, 1, "triton", (96, 160), ("bad_tile",)),
+        ("P03 96x2560", WHOLE, 96, 2560, 1, "triton", (96, 80), ("bad_tile",)),
+        ("P03 128", WHOLE, 128, 5120, 1, "asm", (128, 160), ()),
+        ("P03 at tp2", rows(192), 192, 5120, 2, "triton", (96, 160), ("bad_tile",)),
+        # P04: K a multiple of 32 and not of 256 is silent garbage on ASM
+        ("P04 1664", WHOLE, 512, 1664, 1, "triton", (512, 52), ("scale_cols",)),
+        ("P04 1824", WHOLE, 512, 1824, 1, "triton", (512, 57), ("scale_cols",)),
+        ("P04 1856", WHOLE, 512, 1856, 1, "triton", (512, 58), ("scale_cols",)),
+        # P06: MiniMax experts, width 1536: clean at 2, not at 4 and 8
+        ("P06 tp2", COLUMNS, 3072, 1536, 2, "asm", (3072, 24), ()),
+        ("P06 tp4", COLUMNS, 3072, 1536, 4, "triton", (3072, 12), ("scale_cols",)),
+        ("P06 tp8", COLUMNS, 3072, 1536, 8, "triton", (3072, 6), ("scale_cols",)),
+        # P08: any degree the user names
+        ("P08 tp16", COLUMNS, 2048, 3072, 16, "triton", (2048, 6), ("scale_cols",)),
+        # P10: odd group counts, and shards that are not whole groups
+        ("P10 672", WHOLE, 64, 672, 1, "triton", (64, 21), ("scale_cols",)),
+        ("P10 1440 tp2", COLUMNS, 64, 1440, 2, "impossible", None, ("split_groups",)),
+        # expert width 1408 at tp 8: 176 columns, 5.5 groups
+        ("1408", COLUMNS, 2048, 1408, 8, "impossible", None, ("split_groups",)),
+        ("1408 tp4", COLUMNS, 2048, 1408, 4, "triton", (2048, 11), ("scale_cols",)),
+        ("cols", COLUMNS, 64, 1024, 3, "impossible", None, ("split_cols",)),
+        ("rows", rows(100), 100, 256, 8, "impossible", None, ("split_rows",)),
+        # 8 columns, but 250 values: the last group is short, so the tile is not whole
+        ("short", WHOLE, 32, 250, 1, "triton", (32, 8), ("scale_cols",)),
+        ("both", WHOLE, 33, 96, 1, "triton", (33, 3), ("scale_rows", "scale_cols")),
+    ],
+)
+def test_verdict_on_real_shapes(case, cut, n, k, tp, path, shard, reasons):
+    verdict = judge_layer(cut, n, k, tp)
+    assert (verdict.path, verdict.scale_shard, verdict.reasons) == (path, shard, reasons)
+
+
+def test_p13_kv_heads_replicate_and_count_in_the_fused_rows():
+    # 8 q heads, 2 kv heads, head_dim 64, tp 4: 2 * 64 + 64 + 64 rows
+    q, k, v = rows(512, 8), rows(128, 2, True), rows(128, 2, True)
+    verdict = judge_group([(q, 512), (k, 128), (v, 128)], 512, 4)
+    assert verdict.scale_shard == (256, 16)
+    assert verdict.path == "asm"
+
+
+def test_p02_fused_view_of_two_48_row_projections():
+    members = [(rows(48, 48), 48), (rows(48, 48), 48)]
+    paths = {tp: judge_group(members, 5120, tp) for tp in (1, 2, 4, 8)}
+    assert {tp: v.scale_shard for tp, v in paths.items()} == {
+        1: (96, 160),
+        2: (48, 160),
+        4: (24, 160),
+        8: (12, 160),
+    }
+    assert paths[1].reasons == ("bad_tile",)
+    assert paths[2].reasons == ("scale_rows",)
+
+
+def test_group_with_a_member_that_cannot_split_is_impossible():
+    verdict = judge_group([(rows(512, 8), 512), (rows(96, 3, True), 96)], 512, 2)
+    assert verdict.path == "impossible"
+    assert verdict.reasons == ("split_rows",)
+
+
+def test_short_last_group_is_a_hazard_and_not_a_matrix_is_a_reason():
+    assert judge_matrix(32, 250).hazards == ("short_group",)
+    assert judge_matrix(32, 256, is_matrix=False).reasons == ("not_2d",)
+
+
+def test_scale_columns_round_up():
+    assert [scale_columns(k) for k in (32, 80, 96, 97)] == [1, 3, 3, 4]
+
+
+def test_stricter_keeps_the_first_of_equals():
+    asm, triton = judge_matrix(32, 256), judge_matrix(33, 256)
+    assert stricter(asm, triton) is triton
+    assert stricter(triton, asm) is triton
+    other = judge_matrix(96, 256)
+    assert stricter(triton, other) is triton
+
+
+def test_every_reason_a_verdict_can_give_is_explained():
+    given = {"scale_rows", "scale_cols", "bad_tile", "not_2d"}
+    given |= {"group_part", "mixed_group", "kept", "forced"}
+    given |= {"split_rows", "split_cols", "split_groups"}
+    assert given == set(REASONS)
