@@ -1,0 +1,244 @@
+"""What convert will do, decided before a byte moves: one path per layer, one header per shard.
+
+Everything that can be refused is refused here. `convert` only carries the plan out, and a dry
+run prints the same plan.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mxfp4prep.alignment import Verdict
+from mxfp4prep.checkpoint import Shard
+from mxfp4prep.collector import collector_paused
+from mxfp4prep.errors import Unsupported
+from mxfp4prep.findings import Finding
+from mxfp4prep.layouts import LAYOUTS, PATHS
+from mxfp4prep.manifest import LayoutId, PathName
+from mxfp4prep.parallel import Role
+from mxfp4prep.quark import QuarkLayer
+from mxfp4prep.safefile import TensorEntry
+from mxfp4prep.survey import DEFAULT_TP, LayerSurvey, Survey
+
+LayoutChoice = Literal["auto", "asm", "triton"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One layer's decision: the stored path and why, with the verdict at every degree."""
+
+    layer: QuarkLayer
+    role: Role
+    path: PathName
+    reasons: tuple[str, ...]
+    hazards: tuple[str, ...]
+    verdicts: Mapping[int, Verdict]
+    weight_layout: LayoutId
+    scale_layout: LayoutId
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One stored tensor: `matrices` times (rows, cols) bytes, moved by `layout`.
+
+    A copied tensor has layout None and keeps its shape.
+    """
+
+    source: TensorEntry
+    stored: TensorEntry
+    layout: LayoutId | None
+    matrices: int
+    rows: int
+    cols: int
+    is_scale: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One output file: its tensors in the source's order, at the source's offsets."""
+
+    shard: Shard
+    tensors: tuple[TensorPlan, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(tensor.stored.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole conversion. `tp` holds the degrees that an asm layer must be legal at."""
+
+    survey: Survey
+    tp: tuple[int, ...]
+    layout: LayoutChoice
+    layers: tuple[LayerPlan, ...]
+    shards: tuple[ShardPlan, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data in the output."""
+        return sum(shard.nbytes for shard in self.shards)
+
+
+def surveyed_degrees(tp: Sequence[int]) -> tuple[int, ...]:
+    """The degrees a manifest records: 1, 2, 4, 8 and the requested ones."""
+    return tuple(sorted({*DEFAULT_TP, *tp}))
+
+
+@collector_paused()
+def make_plan(
+    survey: Survey,
+    tp: Sequence[int] = (1,),
+    layout: LayoutChoice = "auto",
+    keep: Sequence[str] = (),
+) -> Plan:
+    """The plan for a survey that covers every degree in `tp`.
+
+    layout   auto: asm where it is legal at every degree, else triton · asm: the same, but refuse
+             when any layer would be triton · triton: every layer triton
+    keep     globs over layer names; those layers stay raw
+
+    Raises Unsupported when `layout` is "asm" and a layer cannot be.
+    """
+    findings = list(survey.findings)
+    kept = _match_keep(survey, keep, findings)
+    decided = {degree: survey.decided(degree) for degree in survey.tp}
+    own = {item.layer.name: _own_reasons(item, tp, layout, kept) for item in survey.layers}
+    group_reasons = _group_reasons(survey, tp, own)
+    layers = []
+    for item in survey.layers:
+        name = item.layer.name
+        reasons = own[name] + tuple(r for r in group_reasons.get(name, ()) if r not in own[name])
+        path: PathName = "triton" if reasons else "asm"
+        weight_layout, scale_layout = PATHS["kept" if name in kept else path]
+        verdicts = {degree: decided[degree][name] for degree in survey.tp}
+        hazards = tuple(dict.fromkeys(h for v in item.verdicts.values() for h in v.hazards))
+        layers.append(
+            LayerPlan(
+                item.layer, item.role, path, reasons, hazards, verdicts, weight_layout, scale_layout
+            )
+        )
+    if layout == "asm":
+        _refuse_triton(layers)
+    findings += _impossible_findings(layers, tp)
+    shards = _plan_shards(survey, layers)
+    return Plan(survey, tuple(tp), layout, tuple(layers), shards, tuple(findings))
+
+
+def _own_reasons(
+    item: LayerSurvey, tp: Sequence[int], layout: LayoutChoice, kept: frozenset[str]
+) -> tuple[str, ...]:
+    """Why this layer by itself cannot be stored asm; empty when it can."""
+    if item.layer.name in kept:
+        return ("kept",)
+    if layout == "triton":
+        return ("forced",)
+    verdicts = [item.verdicts[degree] for degree in tp]
+    reasons = [reason for verdict in verdicts for reason in verdict.reasons]
+    # The stored tensor is the whole one: its own shape must fit the tiles whatever the degree.
+    stored = item.verdicts.get(1)
+    if stored is not None and stored.path != "asm":
+        reasons += [reason for reason in stored.reasons if reason != "bad_tile"]
+    return tuple(dict.fromkeys(reasons))
+
+
+def _group_reasons(
+    survey: Survey, tp: Sequence[int], own: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Reasons that a layer takes from its fused group: all members go one way."""
+    reasons: dict[str, tuple[str, ...]] = {}
+    for group in survey.groups:
+        if group.mixed:
+            continue
+        fused = tuple(dict.fromkeys(r for degree in tp for r in group.verdicts[degree].reasons))
+        for member in group.members:
+            others_fail = any(own[other] for other in group.members if other != member)
+            reasons[member] = fused + (("group_part",) if others_fail and not own[member] else ())
+    return reasons
+
+
+def _match_keep(survey: Survey, keep: Sequence[str], findings: list[Finding]) -> frozenset[str]:
+    kept: set[str] = set()
+    for pattern in keep:
+        matched = {
+            item.layer.name
+            for item in survey.layers
+            if fnmatch.fnmatchcase(item.layer.name, pattern)
+        }
+        if not matched:
+            findings.append(
+                Finding("keep_unmatched", "warning", f"--keep {pattern}", "matches no MXFP4 layer")
+            )
+        kept |= matched
+    return frozenset(kept)
+
+
+def _refuse_triton(layers: Sequence[LayerPlan]) -> None:
+    misfits = [plan for plan in layers if plan.path != "asm"]
+    if misfits:
+        first = misfits[0]
+        raise Unsupported(
+            first.layer.name,
+            f"--layout asm, but {len(misfits)} of {len(layers)} layers cannot take the ASM path",
+            found=", ".join(first.reasons),
+            hint="use --layout auto: those layers go to the Triton path, the others stay asm",
+        )
+
+
+def _impossible_findings(layers: Sequence[LayerPlan], tp: Sequence[int]) -> list[Finding]:
+    findings = []
+    for degree in tp:
+        stuck = [plan for plan in layers if plan.verdicts[degree].path == "impossible"]
+        if stuck:
+            findings.append(
+                Finding(
+                    "impossible",
+                    "warning",
+                    stuck[0].layer.name,
+                    f"{len(stuck)} layers cannot be split at tp {degree}: "
+                    f"{stuck[0].verdicts[degree].detail}; stored on the Triton path, "
+                    "loading at that degree is refused",
+                )
+            )
+    return findings
+
+
+def _plan_shards(survey: Survey, layers: Sequence[LayerPlan]) -> tuple[ShardPlan, ...]:
+    moved: dict[str, TensorPlan] = {}
+    for plan in layers:
+        layer = plan.layer
+        k_packed, scale_cols = layer.k // 2, -(-layer.k // 32)
+        moved[layer.weight.name] = _move(
+            layer.weight, plan.weight_layout, layer.experts, layer.n, k_packed
+        )
+        moved[layer.scale.name] = replace(
+            _move(layer.scale, plan.scale_layout, layer.experts, layer.n, scale_cols), is_scale=True
+        )
+    return tuple(
+        ShardPlan(
+            shard,
+            tuple(moved.get(entry.name) or _copy(entry) for entry in shard.header.tensors),
+        )
+        for shard in survey.checkpoint.shards
+    )
+
+
+def _move(
+    entry: TensorEntry, layout: LayoutId, experts: int | None, rows: int, cols: int
+) -> TensorPlan:
+    if layout == "raw":
+        stored = entry
+    else:
+        shape = LAYOUTS[layout].stored_shape(rows, cols)
+        stored = entry._replace(shape=shape if experts is None else (experts, *shape))
+    return TensorPlan(entry, stored, layout, experts or 1, rows, cols)
+
+
+def _copy(entry: TensorEntry) -> TensorPlan:
+    return TensorPlan(entry, entry, None, 1, 1, entry.nbytes)

@@ -1,0 +1,225 @@
+"""Directories that lie, miss files or are not what they seem: one clear error each."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from quark_factory import model_config, write_checkpoint, write_shards
+
+from mxfp4prep.checkpoint import open_checkpoint
+from mxfp4prep.errors import InvalidCheckpoint, Mxfp4PrepError, Unsupported
+
+LINEARS = {"model.layers.0.mlp.down_proj": (64, 256), "model.layers.0.mlp.up_proj": (32, 256)}
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return write_checkpoint(tmp_path / "m", LINEARS, shards=3)
+
+
+def codes(root):
+    return [finding.code for finding in open_checkpoint(root).findings]
+
+
+def edit_index(root, change):
+    path = root / INDEX
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def fails(root, match, kind=InvalidCheckpoint):
+    with pytest.raises(kind, match=match) as caught:
+        open_checkpoint(root)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_real_checkpoints_open_with_every_tensor(mxfp4_fixture):
+    checkpoint = open_checkpoint(mxfp4_fixture)
+    files = {
+        p.relative_to(mxfp4_fixture).as_posix() for p in mxfp4_fixture.rglob("*") if p.is_file()
+    }
+    assert files == {s.name for s in checkpoint.shards} | set(checkpoint.side_files) | {
+        "config.json"
+    } | ({INDEX} & files)
+    assert set(checkpoint.tensors) == set(checkpoint.shard_of)
+
+
+def test_weight_and_scale_in_different_shards(sharded):
+    checkpoint = open_checkpoint(sharded)
+    name = "model.layers.0.mlp.down_proj"
+    assert checkpoint.shard_of[f"{name}.weight"] is not checkpoint.shard_of[f"{name}.weight_scale"]
+    assert checkpoint.findings == ()
+
+
+def test_not_a_directory_and_not_there(sharded, tmp_path):
+    assert "give the directory" in (fails(sharded / "config.json", "is a file").hint or "")
+    assert "hf download" in (fails(tmp_path / "org/name", "no such directory").hint or "")
+
+
+def test_p65_index_names_a_shard_that_is_not_there(sharded):
+    (sharded / "model-00002-of-00003.safetensors").unlink()
+    fails(sharded, r"1 of 3 files it names are not here: model-00002-of-00003.safetensors")
+
+
+def test_p66_stray_shard_is_named_and_not_read(sharded):
+    write_shards(sharded, {"stray": torch.ones(2)}, ["model.safetensors"])
+    checkpoint = open_checkpoint(sharded)
+    assert [(f.code, f.where) for f in checkpoint.findings] == [("stray_file", "model.safetensors")]
+    assert "stray" not in checkpoint.tensors
+    assert "model.safetensors" in checkpoint.side_files
+
+
+def test_p67_two_sets_of_shards(sharded):
+    tensors = {name: torch.ones(1) for name in open_checkpoint(sharded).tensors}
+    write_shards(
+        sharded, tensors, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    )
+    assert codes(sharded) == ["stray_file"]
+    (sharded / INDEX).unlink()
+    fails(sharded, "stands in .* too")
+
+
+def test_p70_truncated_shard_names_file_and_bytes(sharded):
+    path = sharded / "model-00001-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-4096])
+    fails(sharded, r"model-00001-of-00003.safetensors.*4096")
+
+
+def test_p72_git_lfs_pointer(sharded):
+    path = sharded / "model-00001-of-00003.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    assert "git lfs pull" in (fails(sharded, "git-lfs").hint or "")
+
+
+def test_p75_pickled_weights_are_never_opened(tmp_path):
+    root = write_checkpoint(tmp_path / "m", LINEARS)
+    (root / "model.safetensors").rename(root / "pytorch_model.bin")
+    fails(root, "no .safetensors file: found pytorch_model.bin, which is not safetensors")
+
+
+def test_p76_links_are_followed_and_dangling_ones_named(tmp_path):
+    root = write_checkpoint(tmp_path / "blobs", LINEARS)
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in root.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    assert set(open_checkpoint(snapshot).tensors) == set(open_checkpoint(root).tensors)
+    (root / "tokenizer.json").unlink()
+    fails(snapshot, r"tokenizer.json: a link to a file that is not there: .*blobs/tokenizer.json")
+
+
+def test_p78_missing_tensor_messages_tell_three_cases_apart(sharded):
+    edit_index(
+        sharded, lambda d: d["weight_map"].update({"ghost": "model-00001-of-00003.safetensors"})
+    )
+    fails(sharded, "tensor ghost is not in model-00001-of-00003.safetensors, nor in any other")
+    edit_index(sharded, lambda d: d["weight_map"].pop("ghost"))
+    edit_index(
+        sharded,
+        lambda d: d["weight_map"].update({"model.norm.weight": "model-00001-of-00003.safetensors"}),
+    )
+    fails(sharded, "tensor model.norm.weight: found in model-00002.*expected in model-00001")
+    edit_index(sharded, lambda d: d["weight_map"].update({"model.norm.weight": "gone.safetensors"}))
+    fails(sharded, "files it names are not here: gone.safetensors")
+
+
+def test_p47_tensor_outside_the_index_is_kept_and_reported(sharded):
+    edit_index(sharded, lambda d: d["weight_map"].pop("model.norm.weight"))
+    checkpoint = open_checkpoint(sharded)
+    assert "model.norm.weight" in checkpoint.tensors
+    assert [f.code for f in checkpoint.findings] == ["not_in_index"]
+
+
+def test_p47_sidecar_shard_of_another_name(tmp_path):
+    root = write_checkpoint(tmp_path / "m", LINEARS, shards=2)
+    write_shards(root, {"mtp.fc.weight": torch.ones(2)}, ["model_mtp.safetensors"])
+    edit_index(root, lambda d: d["weight_map"].update({"mtp.fc.weight": "model_mtp.safetensors"}))
+    assert "mtp.fc.weight" in open_checkpoint(root).tensors
+
+
+def test_wrong_total_size_is_a_note(sharded):
+    edit_index(sharded, lambda d: d["metadata"].update(total_size=3))
+    assert codes(sharded) == ["total_size"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../m.safetensors",
+        "/etc/m.safetensors",
+        "a//b.safetensors",
+        "m.bin",
+        "a\\b.safetensors",
+        "\x1b.safetensors",
+        5,
+    ],
+)
+def test_index_entries_that_leave_the_directory(sharded, name):
+    edit_index(sharded, lambda d: d["weight_map"].update({"model.norm.weight": name}))
+    message = str(fails(sharded, "weight_map entry of model.norm.weight"))
+    assert "\x1b" not in message
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[]", b"{", b'{"a":1,"a":2}', b"\xff", b"{}", b'{"weight_map": []}']
+)
+def test_index_that_is_no_index(sharded, raw):
+    (sharded / INDEX).write_bytes(raw)
+    fails(sharded, INDEX)
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"{", b'{"a":1,"a":2}', b"\xff\xfe"])
+def test_config_that_is_no_config(sharded, raw):
+    (sharded / "config.json").write_bytes(raw)
+    fails(sharded, "config.json")
+
+
+def test_config_missing(sharded):
+    (sharded / "config.json").unlink()
+    fails(sharded, "config.json: missing")
+
+
+def test_duplicate_tensor_across_shards(sharded):
+    tensors = {name: torch.ones(1) for name in ("model.norm.weight", "other")}
+    write_shards(sharded, tensors, ["extra.safetensors"])
+    edit_index(sharded, lambda d: d["weight_map"].update(other="extra.safetensors"))
+    fails(sharded, "tensor model.norm.weight stands in .* too")
+
+
+def test_p22_prepared_directory_is_refused(sharded):
+    (sharded / "mxfp4prep.json").write_text("{}")
+    assert fails(sharded, "already prepared", Unsupported).exit_code == 4
+    (sharded / "mxfp4prep.json").unlink()
+    (sharded / "config.json").write_text(json.dumps(model_config({"quant_method": "mxfp4prep"})))
+    fails(sharded, "already prepared", Unsupported)
+
+
+def test_fifo_socket_and_linked_folder_are_refused(sharded, tmp_path):
+    os.mkfifo(sharded / "pipe")
+    fails(sharded, "pipe: not a regular file")
+    (sharded / "pipe").unlink()
+    (sharded / "loop").symlink_to(sharded)
+    fails(sharded, "loop: a linked folder")
+
+
+def test_bookkeeping_folders_are_left_out(sharded):
+    for folder in (".git", ".cache"):
+        (sharded / folder).mkdir()
+        (sharded / folder / "x").write_text("x")
+    (sharded / "sub").mkdir()
+    (sharded / "sub" / "code.py").write_text("x")
+    assert open_checkpoint(sharded).side_files == ("sub/code.py", "tokenizer.json")
+
+
+def test_folder_without_permission(sharded):
+    if os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    (sharded / "sub").mkdir(mode=0)
+    with pytest.raises(Mxfp4PrepError, match="permission"):
+        open_checkpoint(sharded)
