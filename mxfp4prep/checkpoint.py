@@ -6,7 +6,6 @@ config.json, the index and the shards' headers, and nothing is written.
 
 from __future__ import annotations
 
-import json
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,15 +14,11 @@ from typing import Any
 
 from mxfp4prep import io
 from mxfp4prep.collector import collector_paused
+from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, read_object
 from mxfp4prep.errors import InvalidCheckpoint, Unsupported
 from mxfp4prep.findings import Finding
 from mxfp4prep.manifest import MANIFEST_NAME, QUANT_METHOD
 from mxfp4prep.safefile import Header, TensorEntry, read_header
-
-CONFIG_NAME = "config.json"
-INDEX_NAME = "model.safetensors.index.json"
-JSON_LIMIT = 512 << 20
-"""Largest config or index that is read, in bytes: 140,000 tensors make a 15 MB index."""
 
 SKIPPED_DIRS = frozenset({".git", ".cache"})
 """Top-level folders that are a download tool's bookkeeping, not part of the checkpoint."""
@@ -115,28 +110,6 @@ def refuse_prepared(root: Path, files: list[str]) -> None:
         )
 
 
-def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in `raw`. Raises InvalidCheckpoint on anything else, repeated keys too."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"key {twice!r} stands twice")
-        return result
-
-    try:
-        document = json.loads(raw, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise InvalidCheckpoint(where, f"not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise InvalidCheckpoint(
-            where, "not a JSON object", found=type(document).__name__, expected="object"
-        )
-    return document
-
-
 def list_files(root: Path) -> list[str]:
     """Paths of all regular files under `root`, links followed, in sorted order.
 
@@ -174,8 +147,7 @@ def _read_config(root: Path, files: list[str]) -> tuple[bytes, dict[str, Any]]:
             "missing",
             hint="a checkpoint directory holds config.json and *.safetensors",
         )
-    raw = io.read_bytes(root / CONFIG_NAME, limit=JSON_LIMIT)
-    config = parse_object(raw, CONFIG_NAME)
+    raw, config = read_object(root / CONFIG_NAME, CONFIG_NAME)
     quantization = config.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD:
         raise Unsupported(
@@ -191,8 +163,7 @@ def _read_index(
 ) -> tuple[bytes | None, dict[str, str], dict[str, Any]]:
     if INDEX_NAME not in files:
         return None, {}, {}
-    raw = io.read_bytes(root / INDEX_NAME, limit=JSON_LIMIT)
-    document = parse_object(raw, INDEX_NAME)
+    raw, document = read_object(root / INDEX_NAME, INDEX_NAME)
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InvalidCheckpoint(

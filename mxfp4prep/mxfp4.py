@@ -144,6 +144,15 @@ def fake_quantize_fp8_per_token(x: Tensor) -> Tensor:
     return fake_quantize_fp8(values, scale)
 
 
+def fake_quantize_fp8_per_tensor(x: Tensor) -> Tensor:
+    """`x` rounded to float8_e4m3fn at one scale for all of it, absmax / 448: (..., k) float32."""
+    values = x.to(torch.float32)
+    if values.numel() == 0:
+        return values
+    scale = values.abs().amax() / FP8_MAX
+    return fake_quantize_fp8(values, scale.masked_fill(scale == 0, torch.finfo(torch.float32).eps))
+
+
 def _check_pair(packed: Tensor, scale: Tensor, k: int) -> None:
     for what, tensor, per_column in (("packed codes", packed, 2), ("scales", scale, SCALE_GROUP)):
         if tensor.dtype != torch.uint8:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+
+# Two test processes share two cores: with more threads each, small matrices take five times longer.
+torch.set_num_threads(1)
 
 DATA = Path(__file__).parent / "data"
 FIXTURES = DATA / "fixtures"

@@ -488,6 +488,15 @@ def test_fp8_per_token():
         assert_same_bits(mxfp4.fake_quantize_fp8_per_token(x[row]), expected[row])
 
 
+def test_fp8_per_tensor():
+    x = wide_noise(60, 96, seed=9)[10:50]
+    scale = np.abs(x.numpy()).max() / np.float32(448)
+    expected = torch.from_numpy(fp8_oracle(x.numpy() / scale) * scale)
+    assert_same_bits(mxfp4.fake_quantize_fp8_per_tensor(x), expected)
+    assert not mxfp4.fake_quantize_fp8_per_tensor(torch.zeros(2, 32)).any()
+    assert mxfp4.fake_quantize_fp8_per_tensor(torch.zeros(0, 32)).shape == (0, 32)
+
+
 def test_element_limits():
     assert {name: e.largest for name, e in mxfp4.ELEMENTS.items()} == {
         name: float(ml_dtypes.finfo(dtype).max) for name, (dtype, *_) in MX_ORACLES.items()

@@ -172,7 +172,9 @@ def test_encode_refuses_names_that_cannot_stand_in_a_header(name: str) -> None:
         encode_header(entries, None)
 
 
-def test_encode_never_makes_a_header_that_no_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p73_encode_never_makes_a_header_that_no_reader_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     entries = [TensorEntry("x", "U8", (0,), 0, 0)]
     nbytes = len(encode_header(entries, None)) - 8
     monkeypatch.setattr(safefile, "MAX_HEADER_NBYTES", nbytes)

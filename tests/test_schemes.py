@@ -87,8 +87,12 @@ def test_config_variant_is_named(name: str, expected: str) -> None:
         (spec(DYNAMIC, dtype="fp6_e2m3"), "w4a6", ("fp6_e2m3", "even", False)),
         (spec(DYNAMIC, dtype="fp6_e3m2"), "w4a6", ("fp6_e3m2", "even", False)),
         (FP8, "w4a8", ("fp8_e4m3", None, True)),
-        (spec(FP8, is_dynamic=True), "w4a8", ("fp8_e4m3", None, False)),
-        (spec(FP8, is_dynamic=True, qscheme="per_channel"), "w4a8", ("fp8_e4m3", None, False)),
+        (spec(FP8, is_dynamic=True), "w4a8", ("fp8_e4m3", "per_tensor", False)),
+        (
+            spec(FP8, is_dynamic=True, qscheme="per_channel"),
+            "w4a8",
+            ("fp8_e4m3", "per_token", False),
+        ),
     ],
 )
 def test_inputs_of_mxfp4(inputs: object, name: str, activation: tuple[Any, ...]) -> None:

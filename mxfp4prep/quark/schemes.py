@@ -130,7 +130,9 @@ def _mxfp4_input(inputs: tuple[_Spec, ...], staged: bool) -> tuple[str, Activati
             return "w4a6", activation
         per_token = spec.qscheme == "per_channel" and spec.dynamic
         if spec.dtype == "fp8_e4m3" and (spec.qscheme == "per_tensor" or per_token):
-            return "w4a8", activation
+            # Static scales are stored; dynamic ones are computed over a token or the whole input.
+            mode = None if not spec.dynamic else "per_token" if per_token else "per_tensor"
+            return "w4a8", activation._replace(scale_mode=mode)
     dtypes = "_".join(each.dtype for each in inputs)
     return f"mxfp4_{dtypes}{'' if spec.dynamic else '_static'}", activation
 

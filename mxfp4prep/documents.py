@@ -1,0 +1,43 @@
+"""The JSON files of a checkpoint, read strictly: one object, no key twice, of a sane size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mxfp4prep import io
+from mxfp4prep.errors import InvalidCheckpoint
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+JSON_LIMIT = 512 << 20
+"""Largest JSON file that is read, in bytes: 140,000 tensors make a 15 MB index."""
+
+
+def read_object(path: Path, name: str) -> tuple[bytes, dict[str, Any]]:
+    """The bytes of the JSON file at `path`, called `name` in errors, and the object in them."""
+    raw = io.read_bytes(path, limit=JSON_LIMIT)
+    return raw, parse_object(raw, name)
+
+
+def parse_object(raw: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in `raw`. Raises InvalidCheckpoint on anything else, repeated keys too."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"key {twice!r} stands twice")
+        return result
+
+    try:
+        document = json.loads(raw, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise InvalidCheckpoint(where, f"not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise InvalidCheckpoint(
+            where, "not a JSON object", found=type(document).__name__, expected="object"
+        )
+    return document

@@ -1,0 +1,115 @@
+"""One output file: hashed and written by a thread of its own while the next piece is prepared.
+
+sha256 and write both release the interpreter lock, so a single shard keeps two cores busy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+from mxfp4prep import io
+from mxfp4prep.stream import PIECE_NBYTES
+
+BUFFERS = 4
+"""Pieces that may be under way between producer and writer."""
+
+WRITEBACK_NBYTES = 32 << 20
+"""Bytes after which the kernel is asked to begin writing them to disk, so that the sync at the end
+finds little left: 2.7 s instead of 3.7 s for 4 GB on 2 cores."""
+
+
+class Written(NamedTuple):
+    """What stands in the file."""
+
+    nbytes: int
+    sha256: str
+
+
+class FileSink:
+    """Creates `path`, takes pieces in order, and publishes nothing: the caller renames.
+
+    Use as a context manager: leaving it without `finish` closes the file and stops the thread.
+    Raises IOFailed, from `take`, `put` or `finish`, for a write that failed in the thread.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = io.create(path)
+        self._sha256 = hashlib.sha256()
+        self._nbytes = 0
+        self._started = 0
+        self._error: BaseException | None = None
+        self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        self._made = 0
+        self._full: queue.SimpleQueue[tuple[bytearray | None, bytes | memoryview] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name=f"write {path.name}", daemon=True)
+        self._thread.start()
+
+    def take(self, nbytes: int) -> bytearray:
+        """A buffer of at least `nbytes`; waits while all of them are under way."""
+        self._check()
+        if nbytes > PIECE_NBYTES:
+            return bytearray(nbytes)
+        if self._made < BUFFERS:
+            self._made += 1
+            return bytearray(PIECE_NBYTES)
+        return self._free.get()
+
+    def put(self, view: bytes | memoryview, buffer: bytearray | None = None) -> None:
+        """Queues `view` for writing; `buffer`, if it came from `take`, returns to the pool."""
+        self._check()
+        self._full.put((buffer, view))
+
+    def finish(self) -> Written:
+        """Waits for the last write, syncs the file to disk and closes it."""
+        self._full.put(None)
+        self._thread.join()
+        self._check()
+        io.fsync(self._fd, self._path)
+        fd, self._fd = self._fd, -1
+        io.close(fd)
+        return Written(self._nbytes, self._sha256.hexdigest())
+
+    def __enter__(self) -> FileSink:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._thread.is_alive():
+            self._full.put(None)
+            self._thread.join()
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            io.close(fd)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (item := self._full.get()) is not None:
+            buffer, view = item
+            try:
+                if self._error is None:
+                    self._sha256.update(view)
+                    io.write_all(self._fd, view, self._path)
+                    self._nbytes += len(view)
+                    if self._nbytes - self._started >= WRITEBACK_NBYTES:
+                        io.start_writeback(self._fd, self._started, self._nbytes - self._started)
+                        self._started = self._nbytes
+            except BaseException as error:
+                self._error = error
+            finally:
+                if buffer is not None and len(buffer) == PIECE_NBYTES:
+                    self._free.put(buffer)

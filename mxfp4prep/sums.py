@@ -1,0 +1,33 @@
+"""SHA256SUMS as coreutils' sha256sum writes and reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def format_sums(sums: Mapping[str, str]) -> bytes:
+    """The file's bytes for {name: sha256 hex}, sorted by name."""
+    return "".join(_line(name, sums[name]) for name in sorted(sums)).encode()
+
+
+def _line(name: str, sha256: str) -> str:
+    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    mark = "" if escaped == name else "\\"
+    return f"{mark}{sha256}  {escaped}\n"
+
+
+def parse_sums(raw: bytes) -> dict[str, str]:
+    """{name: sha256 hex}. Lines that are not such a pair stand under their own text."""
+    sums: dict[str, str] = {}
+    for line in raw.decode("utf-8", "surrogateescape").split("\n"):
+        if not line:
+            continue
+        escaped = line.startswith("\\")
+        sha256, separator, name = line.removeprefix("\\").partition("  ")
+        if not separator:
+            sums[line] = ""
+            continue
+        if escaped:
+            name = name.replace("\\n", "\n").replace("\\r", "\r").replace("\\\\", "\\")
+        sums[name] = sha256
+    return sums

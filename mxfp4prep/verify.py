@@ -1,0 +1,359 @@
+"""Proof that a prepared checkpoint is what its manifest says, and that nothing was lost.
+
+quick   names, sizes, headers, shapes and layouts; reads no tensor
+full    every byte: sha256 of every file, xxh3 of every tensor as stored, and of its inverse, which
+        must be the source's digest: lossless even when the source is gone
+deep    full, and every byte of the inverse compared with the source itself
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from mxfp4prep import io
+from mxfp4prep.checkpoint import list_files
+from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, JSON_LIMIT
+from mxfp4prep.errors import InvalidCheckpoint, Mxfp4PrepError, UsageError
+from mxfp4prep.manifest import (
+    DIGESTS_NAME,
+    HEADER_SUFFIX,
+    MANIFEST_NAME,
+    SOURCE_DIR,
+    SUMS_NAME,
+    FileRecord,
+)
+from mxfp4prep.plan import TensorPlan
+from mxfp4prep.prepared import PreparedFiles, open_prepared, read_digests
+from mxfp4prep.rewrite import TensorDigests, digested
+from mxfp4prep.safefile import Header
+from mxfp4prep.stream import PIECE_NBYTES, Piece, Scratch
+from mxfp4prep.sums import parse_sums
+from mxfp4prep.undo import shard_tensors, source_header
+from mxfp4prep.workers import Cancel, Progress, run_jobs, worker_count
+
+Level = Literal["quick", "full", "deep"]
+
+
+class Problem(NamedTuple):
+    """One thing that is not as it should be: where, and what."""
+
+    file: str
+    tensor: str | None
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was checked and every problem found; no problem means proven at this level.
+
+    skipped   checks that could not run, never counted as passed
+    """
+
+    level: Level
+    name: str
+    files: int
+    tensors: int
+    nbytes: int
+    problems: tuple[Problem, ...]
+    skipped: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Run:
+    """A verification under way."""
+
+    files: PreparedFiles
+    level: Level
+    source: Path | None
+    digests: dict[str, tuple[str, str]]
+    cancel: Cancel
+    problems: list[Problem] = field(default_factory=list)
+    tensors: int = 0
+    nbytes: int = 0
+
+    def say(self, file: str, what: str, tensor: str | None = None) -> None:
+        self.problems.append(Problem(file, tensor, what))
+
+
+def verify(
+    prepared: Path,
+    level: Level = "full",
+    source: Path | None = None,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Checks the prepared directory at `level`; "deep" needs the source directory.
+
+    Raises InvalidManifest or InvalidCheckpoint when there is no readable manifest to check
+    against; everything else that is wrong is a Problem in the report.
+    """
+    if level == "deep" and source is None:
+        raise UsageError("--deep", "needs the source", hint="add --source MODEL_DIR")
+    if source is not None and not source.is_dir():
+        raise InvalidCheckpoint(source, "no such directory", hint="give the original checkpoint")
+    files = open_prepared(prepared)
+    run = _Run(files, level, source, {}, Cancel(progress))
+    _check_listing(run)
+    _check_sums(run)
+    try:
+        run.digests = read_digests(files)
+    except Mxfp4PrepError as error:
+        run.say(files.manifest.digests.name, str(error))
+    broken = {problem.file for problem in run.problems}
+    whole = [record for record in files.manifest.files if record.name not in broken]
+    jobs = [_file_job(run, record) for record in sorted(whole, key=lambda r: -r.nbytes)]
+    run_jobs(jobs, worker_count(workers), run.cancel)
+    _check_coverage(run)
+    _check_source_listing(run)
+    return VerifyReport(
+        level,
+        files.manifest.source.name,
+        len(files.manifest.files),
+        run.tensors,
+        run.nbytes,
+        tuple(sorted(set(run.problems), key=lambda p: (p.file, p.tensor or "", p.what))),
+        _skipped(run),
+    )
+
+
+def _skipped(run: _Run) -> tuple[str, ...]:
+    if run.level == "quick":
+        return ("tensor bytes and file digests (use --full)",)
+    if run.level == "full":
+        return ("comparison with the source itself (use --source MODEL_DIR)",)
+    return ()
+
+
+def _check_listing(run: _Run) -> None:
+    """Every file of the manifest is there with its size, and nothing else is."""
+    expected = {record.name: record.nbytes for record in run.files.manifest.files}
+    present = set(list_files(run.files.root))
+    for name, nbytes in expected.items():
+        if name not in present:
+            run.say(name, "is missing")
+            continue
+        found = (run.files.root / name).stat().st_size
+        if found != nbytes:
+            run.say(name, f"size: found {found} bytes, expected {nbytes}")
+    for name in sorted(present - expected.keys() - {MANIFEST_NAME, SUMS_NAME}):
+        run.say(name, "is not in the manifest: added after the conversion")
+
+
+def _check_sums(run: _Run) -> None:
+    """SHA256SUMS says of every file what the manifest says, and holds the manifest itself."""
+    path = run.files.root / SUMS_NAME
+    if not path.is_file():
+        run.say(SUMS_NAME, "is missing")
+        return
+    expected = {record.name: record.sha256 for record in run.files.manifest.files}
+    expected[MANIFEST_NAME] = hashlib.sha256(run.files.manifest_bytes).hexdigest()
+    found = parse_sums(io.read_bytes(path, limit=JSON_LIMIT))
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            where = MANIFEST_NAME if name == MANIFEST_NAME else SUMS_NAME
+            run.say(
+                where,
+                f"sha256 of {name}: found {found.get(name, 'none')} in {SUMS_NAME}, "
+                f"expected {expected.get(name, 'none')}",
+            )
+
+
+def _file_job(run: _Run, record: FileRecord) -> Callable[[], None]:
+    def job() -> None:
+        try:
+            if record.role == "shard":
+                _check_shard(run, record)
+            elif run.level != "quick":
+                _check_file(run, record)
+        except Mxfp4PrepError as error:
+            run.say(record.name, str(error))
+
+    return job
+
+
+def _check_file(run: _Run, record: FileRecord) -> None:
+    """A file that is not a shard: its digest, and for deep its source's."""
+    found = _sha256(run, run.files.root / record.name, record.name)
+    if found != record.sha256:
+        run.say(record.name, f"sha256: found {found}, expected {record.sha256}")
+    source_name = _source_name(record)
+    if run.level != "deep" or run.source is None or source_name is None:
+        return
+    original = run.source / source_name
+    if not original.is_file():
+        run.say(record.name, f"the source has no {source_name}")
+    elif _sha256(run, original, source_name) != record.sha256:
+        run.say(record.name, f"differs from {source_name} of the source")
+
+
+def _source_name(record: FileRecord) -> str | None:
+    if record.role == "side":
+        return record.name
+    if record.role == "original" and not record.name.endswith(HEADER_SUFFIX):
+        return record.name.removeprefix(f"{SOURCE_DIR}/")
+    return None
+
+
+def _sha256(run: _Run, path: Path, name: str) -> str:
+    fd = io.open_read(path)
+    digest = hashlib.sha256()
+    try:
+        size = io.file_size(fd, name)
+        buffer = memoryview(bytearray(min(size, PIECE_NBYTES)))
+        for start in range(0, size, PIECE_NBYTES):
+            view = buffer[: min(PIECE_NBYTES, size - start)]
+            io.pread_into(fd, view, start, name)
+            digest.update(view)
+            run.nbytes += len(view)
+            run.cancel.done(len(view))
+    finally:
+        io.close(fd, name)
+    return digest.hexdigest()
+
+
+def _check_shard(run: _Run, record: FileRecord) -> None:
+    header, tensors = shard_tensors(run.files, record)
+    run.tensors += len(tensors)
+    if run.level == "quick":
+        return
+    against = _Source.open(run, record, header, tensors) if run.level == "deep" else None
+    digests = TensorDigests()
+    sha256 = hashlib.sha256()
+    fd = io.open_read(run.files.root / record.name)
+    try:
+        prefix = memoryview(bytearray(header.data_start))
+        io.pread_into(fd, prefix, 0, record.name)
+        sha256.update(prefix)
+        scratch = Scratch()
+        pieces = digested(
+            fd,
+            record.name,
+            header.data_start,
+            tensors,
+            digests,
+            inverse=True,
+            take=scratch.take,
+        )
+        for piece in pieces:
+            sha256.update(piece.read)
+            if against is not None:
+                against.compare(piece)
+            run.nbytes += len(piece.read)
+            run.cancel.done(len(piece.read))
+    finally:
+        io.close(fd, record.name)
+        if against is not None:
+            against.close()
+    _judge_shard(run, record, tensors, digests, sha256.hexdigest())
+    if against is not None:
+        for name in against.different(tensors):
+            run.say(record.name, "the inverse differs from the source's bytes", name)
+
+
+def _judge_shard(
+    run: _Run,
+    record: FileRecord,
+    tensors: list[TensorPlan],
+    digests: TensorDigests,
+    sha256: str,
+) -> None:
+    damaged = False
+    for tensor in tensors:
+        name = tensor.source.name
+        source, stored = run.digests.get(name, ("no digest", "no digest"))
+        if digests.read[name] != stored:
+            damaged = True
+            run.say(record.name, f"bytes: found xxh3 {digests.read[name]}, expected {stored}", name)
+        elif digests.made[name] != source:
+            damaged = True
+            run.say(
+                record.name,
+                f"inverse: found xxh3 {digests.made[name]}, the source had {source}",
+                name,
+            )
+    if sha256 != record.sha256:
+        where = "" if damaged else " (no tensor is damaged: the header is)"
+        run.say(record.name, f"sha256: found {sha256}, expected {record.sha256}{where}")
+
+
+def _check_coverage(run: _Run) -> None:
+    """Digests, layers and copied tensors speak of the same set of tensors."""
+    manifest = run.files.manifest
+    named = {t.name for t in manifest.tensors}
+    for layer in manifest.layers:
+        named |= {layer.weight.tensor, layer.scale.tensor}
+    for name in sorted(named ^ run.digests.keys()):
+        where = "has no digest" if name in named else "has a digest but is not in the manifest"
+        run.say(DIGESTS_NAME, where, name)
+
+
+def _check_source_listing(run: _Run) -> None:
+    """Deep: the source has no file that the prepared checkpoint does not account for."""
+    if run.level != "deep" or run.source is None:
+        return
+    known = {CONFIG_NAME, INDEX_NAME}
+    known |= {record.name for record in run.files.files("side", "shard")}
+    known |= {_source_name(record) or "" for record in run.files.files("original")}
+    for name in list_files(run.source):
+        if name not in known:
+            run.say(name, "stands in the source but was not there when it was prepared")
+
+
+class _Source:
+    """The source's shard, read along with the prepared one."""
+
+    def __init__(self, fd: int, data_start: int, name: str) -> None:
+        self._fd = fd
+        self._start = data_start
+        self._name = name
+        self._offset = data_start
+        self._buffer = Scratch()
+        self._bad: list[int] = []
+
+    @classmethod
+    def open(
+        cls, run: _Run, record: FileRecord, header: Header, tensors: list[TensorPlan]
+    ) -> _Source | None:
+        """The source shard, or None (and a problem) when it is not there or its header differs."""
+        path = (run.source or Path()) / record.name
+        expected = source_header(run.files, record, header, tensors)
+        if not path.is_file():
+            run.say(record.name, f"the source has no {record.name}")
+            return None
+        fd = io.open_read(path)
+        found = bytearray(len(expected))
+        nbytes = len(expected) + sum(tensor.source.nbytes for tensor in tensors)
+        size = io.file_size(fd, path)
+        if size == nbytes:
+            io.pread_into(fd, memoryview(found), 0, path)
+        if size != nbytes or found != expected:
+            io.close(fd, path)
+            run.say(record.name, "the source's header is not the one that was prepared")
+            return None
+        return cls(fd, len(expected), str(path))
+
+    def compare(self, piece: Piece) -> None:
+        """Compares one restored piece with the source's bytes at the same place."""
+        nbytes = len(piece.made)
+        view = memoryview(self._buffer.take(nbytes))[:nbytes]
+        io.pread_into(self._fd, view, self._offset, self._name)
+        if view != piece.made:
+            self._bad.append(self._offset - self._start)
+        self._offset += nbytes
+
+    def different(self, tensors: list[TensorPlan]) -> list[str]:
+        """Names of the tensors in which a difference was seen."""
+        return [
+            tensor.source.name
+            for tensor in tensors
+            if any(tensor.source.begin <= at < tensor.source.end for at in self._bad)
+        ]
+
+    def close(self) -> None:
+        """Closes the file."""
+        io.close(self._fd, self._name)

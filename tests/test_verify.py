@@ -1,0 +1,247 @@
+"""verify finds every damage and names the file and the tensor."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+
+import pytest
+from quark_factory import write_checkpoint
+from test_convert import LINEARS, converted
+
+from mxfp4prep import manifest as m
+from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest, UsageError
+from mxfp4prep.safefile import read_header
+from mxfp4prep.verify import verify
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    base = tmp_path_factory.mktemp("pristine")
+    source = write_checkpoint(base / "m", LINEARS, shards=2)
+    return source, converted(source, base / "out").out
+
+
+@pytest.fixture
+def prepared(pristine, tmp_path):
+    _, out = pristine
+    return shutil.copytree(out, tmp_path / "out")
+
+
+def shard_names(root):
+    return sorted(p.name for p in root.glob("*.safetensors"))
+
+
+def said(report):
+    return {(p.file, p.tensor) for p in report.problems}
+
+
+def test_untouched_is_proven_at_each_level_and_skips_are_said(pristine):
+    source, out = pristine
+    quick, full, deep = verify(out, "quick"), verify(out, "full"), verify(out, "deep", source)
+    assert quick.problems == full.problems == deep.problems == ()
+    assert len(quick.skipped) == len(full.skipped) == 1
+    assert deep.skipped == ()
+    assert full.tensors == 9
+    assert full.nbytes > quick.nbytes == 0
+
+
+def test_every_byte_of_every_tensor_counts(prepared):
+    rng = random.Random(7)
+    for name in shard_names(prepared):
+        path = prepared / name
+        header = read_header(path)
+        raw = path.read_bytes()
+        for entry in header.tensors:
+            for _ in range(8):
+                at = header.data_start + rng.randrange(entry.begin, entry.end)
+                damaged = bytearray(raw)
+                damaged[at] ^= 1 << rng.randrange(8)
+                path.write_bytes(damaged)
+                report = verify(prepared)
+                assert (name, entry.name) in said(report)
+                assert said(report) == {(name, entry.name), (name, None)}
+        path.write_bytes(raw)
+    assert verify(prepared).problems == ()
+
+
+def test_every_bit_of_a_header_counts(prepared):
+    path = prepared / shard_names(prepared)[0]
+    raw = path.read_bytes()
+    start = read_header(path).data_start
+    for at in range(start):
+        damaged = bytearray(raw)
+        damaged[at] ^= 1 << (at % 8)
+        path.write_bytes(damaged)
+        assert path.name in {file for file, _ in said(verify(prepared))}, at
+
+
+def test_swapped_tensors_of_equal_size_are_both_named(prepared):
+    path = next(
+        prepared / n
+        for n in shard_names(prepared)
+        if any(e.name[-16:] == "gate_proj.weight" for e in read_header(prepared / n).tensors)
+    )
+    header = read_header(path)
+    by_size = {}
+    for entry in header.tensors:
+        by_size.setdefault(entry.nbytes, []).append(entry)
+    a, b = next(pair for pair in by_size.values() if len(pair) == 2)
+    raw = bytearray(path.read_bytes())
+    x = slice(header.data_start + a.begin, header.data_start + a.end)
+    y = slice(header.data_start + b.begin, header.data_start + b.end)
+    raw[x], raw[y] = raw[y], raw[x]
+    path.write_bytes(raw)
+    assert said(verify(prepared)) == {(path.name, a.name), (path.name, b.name), (path.name, None)}
+
+
+def test_p22_p24_a_tensor_laid_out_twice_is_found(prepared):
+    import torch
+
+    from mxfp4prep.layouts import LAYOUTS
+
+    name = "model.layers.0.self_attn.o_proj.weight"
+    path = next(
+        prepared / n
+        for n in shard_names(prepared)
+        if name in [e.name for e in read_header(prepared / n).tensors]
+    )
+    header = read_header(path)
+    entry = next(e for e in header.tensors if e.name == name)
+    raw = bytearray(path.read_bytes())
+    at = slice(header.data_start + entry.begin, header.data_start + entry.end)
+    once = torch.frombuffer(bytearray(raw[at]), dtype=torch.uint8).view(512, 256)
+    raw[at] = bytes(LAYOUTS["tile16x16"].forward(once).flatten().tolist())
+    path.write_bytes(raw)
+    assert (path.name, name) in said(verify(prepared))
+
+
+def edit_manifest(root, change):
+    path = root / "mxfp4prep.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_bytes(m.dump(m.parse(json.dumps(document).encode())))
+
+
+def test_edited_manifest_does_not_pass_even_quick(prepared):
+    edit_manifest(prepared, lambda d: d["layers"][0].update(reasons=["kept"]))
+    assert ("mxfp4prep.json", None) in said(verify(prepared, "quick"))
+
+
+def test_layout_mark_that_contradicts_the_shape(prepared):
+    def relabel(document):
+        layer = next(x for x in document["layers"] if x["path"] == "asm")
+        layer["scale"]["layout"] = "transposed"
+
+    edit_manifest(prepared, relabel)
+    report = verify(prepared, "quick")
+    assert any("stored shape for layout transposed" in p.what for p in report.problems)
+
+
+def test_p20_manifest_without_a_layout_mark_is_no_manifest(prepared):
+    path = prepared / "mxfp4prep.json"
+    document = json.loads(path.read_text())
+    del document["layers"][0]["weight"]["layout"]
+    path.write_text(json.dumps(document))
+    with pytest.raises(InvalidManifest, match=r"layers\.0\.weight\.layout"):
+        verify(prepared)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "source/config.json", "model.safetensors.index.json", "config.json"]
+)
+def test_other_files_count_too(prepared, name):
+    path = prepared / name
+    path.write_bytes(path.read_bytes() + b" ")
+    assert (name, None) in said(verify(prepared, "quick"))
+    raw = bytearray(path.read_bytes()[:-1])
+    raw[-1] = ord("\n") if raw[-1] != ord("\n") else ord(" ")
+    path.write_bytes(raw)
+    assert (name, None) in said(verify(prepared, "full"))
+
+
+def test_digests_and_sums_are_protected(prepared):
+    digests = prepared / "mxfp4prep.digests.json"
+    raw = digests.read_bytes()
+    digests.write_bytes(raw.replace(b"0", b"1", 1))
+    assert "mxfp4prep.digests.json" in {f for f, _ in said(verify(prepared))}
+    digests.write_bytes(raw)
+    sums = prepared / "SHA256SUMS"
+    sums.write_text(sums.read_text().replace("0", "1", 1))
+    assert ("SHA256SUMS", None) in said(verify(prepared, "quick"))
+    sums.unlink()
+    assert ("SHA256SUMS", None) in said(verify(prepared, "quick"))
+
+
+def test_missing_added_and_shortened_files(prepared):
+    (prepared / "extra.bin").write_bytes(b"x")
+    (prepared / "tokenizer.json").unlink()
+    shard = prepared / shard_names(prepared)[0]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    report = verify(prepared, "quick")
+    assert said(report) >= {("extra.bin", None), ("tokenizer.json", None), (shard.name, None)}
+
+
+class TestDeep:
+    def test_other_source_is_found_out(self, prepared, tmp_path):
+        other = write_checkpoint(tmp_path / "other", LINEARS, shards=2, seed=1)
+        report = verify(prepared, "deep", other)
+        assert len([p for p in report.problems if p.tensor and "differs" in p.what]) == 8
+
+    def test_p44_source_that_changed_its_shapes(self, prepared, tmp_path):
+        other = write_checkpoint(
+            tmp_path / "o", {**LINEARS, "model.layers.0.self_attn.o_proj": (256, 512)}, shards=2
+        )
+        report = verify(prepared, "deep", other)
+        assert any("header is not the one" in p.what for p in report.problems)
+
+    def test_p83_file_missing_or_added_in_the_source(self, pristine, tmp_path):
+        source, out = pristine
+        copy = shutil.copytree(source, tmp_path / "m")
+        (copy / "tokenizer.json").unlink()
+        (copy / "new.txt").write_text("x")
+        assert said(verify(out, "deep", copy)) == {("tokenizer.json", None), ("new.txt", None)}
+
+    def test_needs_a_source(self, prepared, tmp_path):
+        with pytest.raises(UsageError, match="--deep"):
+            verify(prepared, "deep")
+        with pytest.raises(InvalidCheckpoint, match="no such directory"):
+            verify(prepared, "deep", tmp_path / "nope")
+
+
+def test_not_prepared(pristine, tmp_path):
+    source, _ = pristine
+    with pytest.raises(InvalidManifest, match="not a prepared checkpoint") as caught:
+        verify(source)
+    assert "convert" in (caught.value.hint or "")
+    with pytest.raises(InvalidCheckpoint, match="no such directory"):
+        verify(tmp_path / "nope")
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", ""])
+def test_file_names_that_leave_the_directory(prepared, name):
+    path = prepared / "mxfp4prep.json"
+    document = json.loads(path.read_text())
+    document["files"][0]["name"] = name
+    path.write_text(json.dumps(document))
+    with pytest.raises(InvalidManifest, match="file name"):
+        verify(prepared)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quant_method": "quark"},
+        {"format_version": 2},
+        {"format_version": True},
+        {"manifest": "other.json"},
+    ],
+)
+def test_config_that_contradicts_the_manifest(prepared, change):
+    path = prepared / "config.json"
+    document = json.loads(path.read_text())
+    document["quantization_config"].update(change)
+    path.write_text(json.dumps(document))
+    with pytest.raises(InvalidManifest, match=r"config\.json"):
+        verify(prepared)
