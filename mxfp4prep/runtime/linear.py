@@ -1,0 +1,156 @@
+"""PreparedLinear: one MXFP4 layer, or one rank's piece of it, as a module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from mxfp4prep.errors import LayoutError, UsageError
+from mxfp4prep.layouts import LAYOUTS, PATHS
+from mxfp4prep.runtime import ops  # noqa: F401 - defines torch.ops.mxfp4prep
+from mxfp4prep.runtime.decoding import decode_matrix
+from mxfp4prep.runtime.input_quant import input_quant_of
+from mxfp4prep.runtime.slices import byte_columns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mxfp4prep.manifest import ActivationRecord
+
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class PreparedLinear(nn.Module):
+    """y = x @ weight.T + bias, with weight in MXFP4 and in a kernel's own byte order.
+
+    n, k         out_features and in_features of what this module holds
+    path         "asm", "triton" or "kept"; `layouts` are the weight's and the scale's
+    weight, scale   uint8 buffers, as path stores an (n, k) matrix
+    bias         (n,) floating buffer, or None
+    input_scale  one float32, for static FP8 inputs, or None
+    input_quant  what is done to x, a name of INPUT_QUANT; `quantize_activations = False` skips it
+    """
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        *,
+        n: int,
+        k: int,
+        path: str,
+        scheme: str,
+        activation: ActivationRecord,
+        bias: Tensor | None = None,
+        input_scale: Tensor | None = None,
+        backend: str = "torch",
+        name: str = "linear",
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
+        super().__init__()
+        check_stored(name, (weight, scale), n, k, path)
+        self.n, self.k = n, k
+        self.path = path
+        self.layouts = PATHS[path]
+        self.scheme = scheme
+        self.activation = activation
+        self.input_quant = input_quant_of(scheme, activation, name)
+        self.quantize_activations = True
+        self.backend = backend
+        self.name = name
+        self.tp_rank, self.tp_size = tp_rank, tp_size
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+        self.register_buffer("input_scale", input_scale)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths a backend must handle."""
+        return (self.path,)
+
+    @property
+    def in_features(self) -> int:
+        """k, by nn.Linear's name for it."""
+        return self.k
+
+    @property
+    def out_features(self) -> int:
+        """n, by nn.Linear's name for it."""
+        return self.n
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., n) in x's dtype, from x (..., k) bfloat16, float16 or float32.
+
+        Raises UsageError for another width, dtype or device.
+        """
+        check_input(self.name, x, self.k, self.weight)
+        rows = x.reshape(-1, self.k)
+        y: Tensor = torch.ops.mxfp4prep.gemm(
+            rows,
+            self.weight,
+            self.scale,
+            self.n,
+            self.path,
+            self.input_quant if self.quantize_activations else "none",
+            self.bias,
+            self.input_scale,
+            self.backend,
+        )
+        return y.reshape(*x.shape[:-1], self.n)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight this module holds, (n, k)."""
+        return decode_matrix(self.weight, self.scale, self.n, self.k, self.path, dtype)
+
+    def extra_repr(self) -> str:
+        rank = f", rank={self.tp_rank}/{self.tp_size}" if self.tp_size > 1 else ""
+        return (
+            f"n={self.n}, k={self.k}, path={self.path}, scheme={self.scheme}, "
+            f"bias={self.bias is not None}, backend={self.backend}{rank}"
+        )
+
+
+def check_stored(
+    where: str, operands: tuple[Tensor, Tensor], n: int, k: int, path: str, *bank: int
+) -> None:
+    """Raises LayoutError unless weight and scale are what `path` stores for (n, k) matrices.
+
+    bank   the number of experts, for banks of matrices
+    """
+    for operand, stored, layout in zip(("weight", "scale"), operands, PATHS[path], strict=True):
+        shape = LAYOUTS[layout].stored_shape(n, byte_columns(operand, (0, k))[1])
+        if stored.dtype != torch.uint8 or tuple(stored.shape) != (*bank, *shape):
+            raise LayoutError(
+                f"{where}: {operand}",
+                f"not a ({n}, {k}) matrix in layout {layout}",
+                found=f"{stored.dtype} {tuple(stored.shape)}",
+                expected=f"torch.uint8 {(*bank, *shape)}",
+            )
+
+
+def check_input(where: str, x: Tensor, width: int, weight: Tensor) -> None:
+    """Raises UsageError for activations that a layer of `width` columns cannot take."""
+    if x.dim() == 0 or x.shape[-1] != width:
+        found = tuple(x.shape)
+        raise UsageError(where, "the input's shape", found=found, expected=f"(..., {width})")
+    if x.dtype not in INPUT_DTYPES:
+        raise UsageError(
+            where, "the input's dtype", found=x.dtype, expected="bfloat16, float16 or float32"
+        )
+    if x.device != weight.device:
+        raise UsageError(
+            where,
+            "the input is on another device than the weight",
+            found=x.device,
+            expected=weight.device,
+            hint="load with device=..., or move one of them with .to(device)",
+        )

@@ -1,0 +1,103 @@
+"""A prepared checkpoint opened for serving: manifest, config and headers that agree, or an error.
+
+Only small files and headers are read. Whatever is missing, unknown or contradictory is refused
+here, before any weight is: a layout that is guessed wrong answers nonsense without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest
+from mxfp4prep.manifest import MANIFEST_NAME, FileRecord, LayerRecord, Manifest
+from mxfp4prep.prepared import CONVERT_HINT, VERIFY_HINT, open_prepared, read_digests
+from mxfp4prep.runtime.agreement import Place, check_layer
+from mxfp4prep.safefile import read_header
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What the small files of a prepared checkpoint say. `digests` is None unless asked for."""
+
+    root: Path
+    config: dict[str, Any]
+    manifest: Manifest
+    layers: dict[str, LayerRecord]
+    places: dict[str, Place]
+    digests: dict[str, str] | None
+
+
+def open_for_serving(path: Path, *, verify: bool) -> Opened:
+    """The prepared checkpoint in directory `path`; with `verify`, its digest of every tensor too.
+
+    Raises InvalidManifest, InvalidCheckpoint or Unsupported for whatever does not agree.
+    """
+    prepared = open_prepared(path)
+    manifest = prepared.manifest
+    places = _read_headers(path, manifest)
+    layers = {record.name: record for record in manifest.layers}
+    if len(layers) != len(manifest.layers):
+        raise InvalidManifest(MANIFEST_NAME, "a layer is listed twice", hint=CONVERT_HINT)
+    for record in manifest.layers:
+        check_layer(record, places)
+    _check_accounts(manifest, places)
+    digests = None
+    if verify:
+        digests = {name: stored for name, (_, stored) in read_digests(prepared).items()}
+    return Opened(prepared.root, prepared.config, manifest, layers, places, digests)
+
+
+def _read_headers(root: Path, manifest: Manifest) -> dict[str, Place]:
+    places: dict[str, Place] = {}
+    for record in manifest.files:
+        if record.role != "shard":
+            continue
+        _check_file(root, record)
+        header = read_header(root / record.name, name=record.name)
+        if header.file_nbytes != record.nbytes:
+            raise InvalidCheckpoint(
+                record.name,
+                "the file's size",
+                found=f"{header.file_nbytes} bytes",
+                expected=f"{record.nbytes}",
+                hint=VERIFY_HINT,
+            )
+        for entry in header.tensors:
+            place = Place(record.name, entry, header.data_start + entry.begin)
+            other = places.setdefault(entry.name, place)
+            if other is not place:
+                what = f"tensor {entry.name} stands in {other.file} too"
+                raise InvalidCheckpoint(record.name, what, hint=VERIFY_HINT)
+    return places
+
+
+def _check_file(root: Path, record: FileRecord) -> None:
+    if not (root / record.name).exists():
+        raise InvalidCheckpoint(
+            record.name, "the manifest lists it, but it is not there", hint=VERIFY_HINT
+        )
+
+
+def _check_accounts(manifest: Manifest, places: Mapping[str, Place]) -> None:
+    """Refuses a tensor that the manifest lists and no file has, or the other way round."""
+    rest = set(places)
+    for name, file in _accounted(manifest):
+        place = places.get(name)
+        if place is None or place.file != file:
+            raise InvalidCheckpoint(f"{file}: {name}", "the tensor is missing", hint=VERIFY_HINT)
+        rest.discard(name)
+    if rest:
+        name = min(rest)
+        what = f"the manifest does not say what tensor {name} is"
+        raise InvalidManifest(places[name].file, what, hint=CONVERT_HINT)
+
+
+def _accounted(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    for record in manifest.layers:
+        yield record.weight.tensor, record.weight.file
+        yield record.scale.tensor, record.scale.file
+    for copied in manifest.tensors:
+        yield copied.name, copied.file

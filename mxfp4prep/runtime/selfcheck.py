@@ -1,0 +1,172 @@
+"""Runs layers on the device they will serve on and compares them with float64 arithmetic."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from mxfp4prep.errors import UsageError
+from mxfp4prep.runtime.backends import choose_backend
+from mxfp4prep.runtime.linear import PreparedLinear
+from mxfp4prep.runtime.oracle import experts_oracle, linear_oracle
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mxfp4prep.runtime.experts import PreparedExperts
+    from mxfp4prep.runtime.loader import Prepared
+
+TOKENS = (1, 16, 64)
+"""Rows of x: decoding, a small batch, and the most for which AITER takes its small-M kernel."""
+
+ROUNDING = 2.0**-8
+"""Relative error of a result rounded to bfloat16."""
+
+ACCUMULATION = 2.0**-22
+"""Times sqrt(k) and the sum of magnitudes: what float32 accumulation in any order may lose."""
+
+EXPERTS_TOLERANCE = 0.05
+"""Norm of an MoE's error over the norm of its result. The inputs of the second GEMM are quantized
+again, so a rounding that falls the other way moves a value by a whole FP4 step."""
+
+REPEATS = 3
+
+
+class Row(NamedTuple):
+    """One layer at one m. Errors are against float64; the relative one is over the largest value.
+
+    path           "asm", "triton" or "kept"; those of both banks for experts, joined by "+"
+    milliseconds   the fastest of a few runs
+    """
+
+    layer: str
+    path: str
+    backend: str
+    m: int
+    max_abs_error: float
+    max_rel_error: float
+    milliseconds: float
+    ok: bool
+
+
+def selfcheck(
+    prepared: Prepared,
+    layers: Iterable[str] | None = None,
+    *,
+    sample: bool = True,
+    device: str | torch.device | None = None,
+    m: Sequence[int] = TOKENS,
+    seed: int = 0,
+) -> Iterator[Row]:
+    """One row per layer and m, each as soon as it is there.
+
+    layers   names of layers, or prefixes of experts; None takes what the checkpoint has
+    sample   without `layers`: only the first of every shape, layout and scheme
+    device   where to run; None is where `prepared` puts its layers
+    m        how many rows x has
+
+    Raises UsageError, before anything runs, for a name that is neither.
+    """
+    names = list(layers) if layers is not None else _choose(prepared, sample=sample)
+    for name in names:
+        if name not in prepared and name not in prepared.expert_prefixes:
+            raise UsageError(name, "no such layer", hint="`mxfp4prep show` lists them")
+    where = prepared.device if device is None else torch.device(device)
+    return (row for name in names for row in _check(prepared, name, where, m, seed))
+
+
+def _choose(prepared: Prepared, *, sample: bool) -> list[str]:
+    """Experts are checked together, in their banks, not one by one."""
+    records = [record for record in prepared.manifest.layers if record.kind != "expert"]
+    if not sample:
+        return [*(record.name for record in records), *prepared.expert_prefixes]
+    kinds: dict[tuple[object, ...], str] = {}
+    for record in records:
+        layouts = record.weight.layout, record.scale.layout
+        kinds.setdefault((record.n, record.k, layouts, record.scheme), record.name)
+    return [*kinds.values(), *prepared.expert_prefixes[:1]]
+
+
+def _check(
+    prepared: Prepared, name: str, device: torch.device, m: Sequence[int], seed: int
+) -> Iterator[Row]:
+    generator = torch.Generator().manual_seed(seed)
+    layer = prepared.read(name) if name in prepared else prepared.read_experts(name)
+    if device != prepared.device:
+        layer = layer.to(device)
+        layer.backend = choose_backend(device.type, None, layer.paths, layer.input_quant)
+    for rows in m:
+        if isinstance(layer, PreparedLinear):
+            yield _check_linear(layer, rows, device, generator)
+        else:
+            yield _check_experts(layer, rows, device, generator)
+
+
+def _check_linear(
+    layer: PreparedLinear, m: int, device: torch.device, generator: torch.Generator
+) -> Row:
+    x = torch.randn((m, layer.k), generator=generator).to(device, torch.bfloat16)
+    y, milliseconds = _timed(lambda: layer(x), device)
+    expected, magnitude = linear_oracle(layer, x)
+    allowed = ROUNDING * expected.abs() + ACCUMULATION * math.sqrt(layer.k) * magnitude
+    error = _error(y, expected)
+    ok = bool((error <= allowed.nan_to_num()).all())  # a NaN is not <= anything
+    return _row(layer, m, error, expected, milliseconds, ok=ok)
+
+
+def _check_experts(
+    layer: PreparedExperts, m: int, device: torch.device, generator: torch.Generator
+) -> Row:
+    top = min(2, layer.experts)
+    x = torch.randn((m, layer.hidden), generator=generator).to(device, torch.bfloat16)
+    ids = torch.rand((m, layer.experts), generator=generator).topk(top).indices.to(device)
+    weights = torch.rand((m, top), generator=generator).to(device)
+    y, milliseconds = _timed(lambda: layer(x, weights, ids), device)
+    expected = experts_oracle(layer, x, weights, ids)
+    error = _error(y, expected)
+    ok = bool(error.norm() <= EXPERTS_TOLERANCE * expected.nan_to_num().norm())
+    return _row(layer, m, error, expected, milliseconds, ok=ok)
+
+
+def _error(y: Tensor, expected: Tensor) -> Tensor:
+    """|y - expected|, float64; NaN where it must be is no error, elsewhere it is one for ever."""
+    error = (y.double() - expected).abs()
+    return error.masked_fill(y.isnan() & expected.isnan(), 0.0)
+
+
+def _timed(run: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
+    """What `run` returns, and the milliseconds of its fastest run after one to warm up."""
+    y = run()
+    best = math.inf
+    for _ in range(REPEATS):
+        _wait(device)
+        start = time.perf_counter()
+        y = run()
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return y, best * 1000
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _row(
+    layer: PreparedLinear | PreparedExperts,
+    m: int,
+    error: Tensor,
+    expected: Tensor,
+    milliseconds: float,
+    *,
+    ok: bool,
+) -> Row:
+    largest = float(expected.nan_to_num().abs().max()) if expected.numel() else 0.0
+    worst = float(error.max()) if error.numel() else 0.0
+    relative = worst / largest if largest else worst
+    path = "+".join(layer.paths)
+    return Row(layer.name, path, layer.backend, m, worst, relative, milliseconds, ok)

@@ -1,0 +1,152 @@
+"""selfcheck: passes on a right backend, fails on a wrong one, and its oracle is independent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from prepared_factory import Layer, build
+
+import mxfp4prep
+from mxfp4prep.errors import UsageError
+from mxfp4prep.layouts import LAYOUTS
+from mxfp4prep.runtime.backends import torch_backend
+from mxfp4prep.runtime.oracle import decode_rows
+from mxfp4prep.runtime.selfcheck import selfcheck
+
+PREFIX = "model.layers.1.mlp.experts"
+
+
+def layers():
+    return [
+        Layer("a.fc1", 64, 256, bias=True),
+        Layer("b.fc1", 64, 256),
+        Layer("c.fc1", 48, 96, "triton"),
+        Layer("d.fc1", 50, 80, "kept", "w4a16"),
+        Layer("e.fc1", 64, 256, "asm", "w4a8", input_scale=0.5),
+        Layer(f"{PREFIX}.gate_up_proj", 128, 256, experts=3, bias=True),
+        Layer(f"{PREFIX}.down_proj", 256, 64, "triton", experts=3),
+    ]
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    build(tmp_path, layers())
+    return mxfp4prep.load(tmp_path)
+
+
+def test_right_layers_pass(prepared):
+    rows = list(selfcheck(prepared, m=(0, 1, 33)))
+    assert [row.m for row in rows] == [0, 1, 33] * 5
+    # b.fc1 is what a.fc1 is
+    assert {row.layer for row in rows} == {"a.fc1", "c.fc1", "d.fc1", "e.fc1", PREFIX}
+    assert all(row.ok for row in rows), rows
+    assert {row.path for row in rows} == {"asm", "triton", "kept", "asm+triton"}
+    for row in rows:
+        assert row.backend == "torch"
+        assert row.milliseconds >= 0
+        assert 0 <= row.max_rel_error < 0.01
+        assert row.max_abs_error >= row.max_rel_error or row.max_abs_error < 1
+
+
+def test_p15_every_small_m_is_compared_with_the_reference(prepared):
+    small = (1, 2, 4, 8, 16, 31)
+    rows = list(selfcheck(prepared, ["a.fc1"], m=small))
+    assert [row.m for row in rows] == list(small)
+    assert all(row.ok for row in rows), rows
+
+
+def test_all_or_named_layers(prepared):
+    every = {row.layer for row in selfcheck(prepared, sample=False, m=(1,))}
+    assert every == {"a.fc1", "b.fc1", "c.fc1", "d.fc1", "e.fc1", PREFIX}
+    assert [row.layer for row in selfcheck(prepared, ["b.fc1"], m=(1,))] == ["b.fc1"]
+    assert [row.layer for row in selfcheck(prepared, [PREFIX], m=(1,))] == [PREFIX]
+
+
+def test_unknown_names_are_refused_before_anything_runs(prepared):
+    with pytest.raises(UsageError, match="nothing"):
+        selfcheck(prepared, ["a.fc1", "nothing"])
+    assert prepared.bytes_read == 0
+
+
+def test_it_keeps_no_layer(prepared):
+    list(selfcheck(prepared, m=(1,)))
+    once = prepared.bytes_read
+    list(selfcheck(prepared, m=(1,)))
+    assert prepared.bytes_read == 2 * once
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "cpu:0"])
+def test_device_may_be_named(prepared, device):
+    assert all(row.ok for row in selfcheck(prepared, device=device, m=(1,)))
+
+
+def test_nan_scales_must_give_nan(tmp_path):
+    layer = Layer("fc1", 64, 256)
+    layer.fill(torch.Generator().manual_seed(0))
+    layer.scale[3, 1] = 255
+    build(tmp_path, [layer])
+    rows = list(selfcheck(mxfp4prep.load(tmp_path), m=(2,)))
+    assert rows[0].ok
+    assert rows[0].max_abs_error < 10
+
+
+def wrong_order(plain):
+    """A backend that forgot that scales are tiled: reads them as if they were row-major."""
+
+    def broken(weight, scale, n, k, path):
+        packed, groups = plain(weight, scale, n, k, path)
+        return packed, scale.reshape(groups.shape)
+
+    return broken
+
+
+def test_a_backend_that_mixes_up_scales_fails(prepared, monkeypatch):
+    from mxfp4prep.runtime import decoding
+
+    monkeypatch.setattr(torch_backend, "plain_matrix", wrong_order(torch_backend.plain_matrix))
+    monkeypatch.setattr(decoding, "plain_matrix", wrong_order(decoding.plain_matrix))
+    rows = list(selfcheck(prepared, ["a.fc1", "c.fc1", "d.fc1", PREFIX], m=(8,)))
+    assert [row.ok for row in rows] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda y: y * 1.02,
+        lambda y: y.index_fill(1, torch.tensor([5]), 0),
+        lambda y: torch.where(torch.arange(y.shape[0])[:, None] == 6, torch.nan, y),
+        lambda y: y.roll(1, 0),
+    ],
+)
+def test_wrong_numbers_fail(prepared, monkeypatch, spoil):
+    real = torch_backend.gemm
+    monkeypatch.setattr(torch_backend, "gemm", lambda *a, **k: spoil(real(*a, **k)).to(a[0].dtype))
+    assert [row.ok for row in selfcheck(prepared, ["a.fc1"], m=(8,))] == [False]
+
+
+def test_the_oracle_does_not_use_the_inverse(prepared, monkeypatch):
+    """Were layouts' inverse wrong, both sides must not be wrong alike."""
+    layer = prepared["a.fc1"]
+    expected = layer.dequantize().double()
+
+    def fail(*_args):
+        raise AssertionError("inverse was called")
+
+    monkeypatch.setattr(type(LAYOUTS["tile16x16"]), "inverse", fail)
+    shape = layer.n, layer.k
+    assert torch.equal(decode_rows(layer.weight, layer.scale, shape, "asm", (0, 64)), expected)
+    part = decode_rows(layer.weight, layer.scale, shape, "asm", (17, 40))
+    assert torch.equal(part, expected[17:40])
+
+
+def test_the_oracle_knows_the_scales_extremes(tmp_path):
+    layer = Layer("fc1", 2, 64, "triton", packed=torch.full((2, 32), 0xF1, dtype=torch.uint8))
+    layer.scale = torch.tensor([[0, 254], [255, 127]], dtype=torch.uint8)
+    build(tmp_path, [layer])
+    found = mxfp4prep.load(tmp_path)["fc1"]
+    dense = decode_rows(found.weight, found.scale, (2, 64), "triton", (0, 2))
+    assert dense[0, 0] == 0.5 * 2.0**-127
+    assert dense[0, 1] == -6 * 2.0**-127
+    assert dense[0, 33] == -6 * 2.0**127
+    assert dense[1, :32].isnan().all()
+    assert torch.equal(dense[1, 32:34], torch.tensor([0.5, -6.0]).double())
