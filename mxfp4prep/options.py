@@ -1,0 +1,181 @@
+"""The words of the command line: what each argument and option is called, takes and means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mxfp4prep.errors import UsageError
+
+EXIT_NO = 1
+"""The answer is no, which is not a failure to answer."""
+
+
+class Format(StrEnum):
+    """How a result is written to stdout."""
+
+    text = "text"
+    json = "json"
+
+
+class FailOn(StrEnum):
+    """What makes `audit` answer with exit code 1."""
+
+    impossible = "impossible"
+    triton = "triton"
+    never = "never"
+
+
+class LayoutChoice(StrEnum):
+    """Which path `convert` takes."""
+
+    auto = "auto"
+    asm = "asm"
+    triton = "triton"
+
+
+SourceArg = Annotated[
+    Path,
+    typer.Argument(metavar="SOURCE", help="Checkpoint directory, as AMD Quark wrote it."),
+]
+ModelArg = Annotated[
+    Path,
+    typer.Argument(metavar="MODEL_DIR", help="Checkpoint directory, as AMD Quark wrote it."),
+]
+OutArg = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="OUT", help="Where to write; MODEL_DIR-mxfp4prep beside it if left out."
+    ),
+]
+PreparedArg = Annotated[
+    Path, typer.Argument(metavar="PREPARED", help="Directory that `mxfp4prep convert` wrote.")
+]
+RestoredArg = Annotated[
+    Path, typer.Argument(metavar="OUT", help="Directory to make; it must not exist yet.")
+]
+DemoArg = Annotated[
+    Path | None,
+    typer.Argument(metavar="DIR", help="Keep the files here; a temporary directory if left out."),
+]
+OutputOpt = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="OUT", help="The same as the argument OUT.")
+]
+TpOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tp",
+        metavar="N,...",
+        help="Tensor-parallel degrees, separated by commas or given several times.",
+    ),
+]
+ParallelOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--parallel",
+        metavar="PATTERN=KIND",
+        help="How engines cut the layers that a glob matches: column, row, qkv, merged, "
+        "replicated, expert or unknown. May be given several times; the first match wins.",
+    ),
+]
+FormatOpt = Annotated[
+    Format, typer.Option("--format", help="Text for people or JSON for programs.")
+]
+FailOnOpt = Annotated[
+    FailOn,
+    typer.Option(
+        "--fail-on",
+        help="Exit with 1 when a layer is this bad at any of the degrees; triton counts "
+        "impossible in.",
+    ),
+]
+LayoutOpt = Annotated[
+    LayoutChoice,
+    typer.Option(
+        "--layout",
+        help="auto: ASM where it is legal at every degree, else Triton; asm: refuse any other "
+        "layer; triton: all layers.",
+    ),
+]
+KeepOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep",
+        metavar="GLOB",
+        help="Leave the layers that match as they are. May be given several times.",
+    ),
+]
+DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+WorkersOpt = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        metavar="N",
+        envvar="MXFP4PREP_WORKERS",
+        help="Files worked on at a time; one per core if left out.",
+    ),
+]
+OverwriteOpt = Annotated[
+    bool, typer.Option("--overwrite", help="Replace OUT if it is a prepared checkpoint.")
+]
+NoProgressOpt = Annotated[bool, typer.Option("--no-progress", help="No bar and no progress lines.")]
+QuietOpt = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Say nothing on stderr but errors; no summary either.")
+]
+QuickOpt = Annotated[
+    bool, typer.Option("--quick", help="Sizes, headers and layouts; no byte read.")
+]
+FullOpt = Annotated[
+    bool, typer.Option("--full", help="Every byte and every inverse by its digest. The default.")
+]
+DeepOpt = Annotated[
+    bool, typer.Option("--deep", help="Every inverse against the source itself; needs --source.")
+]
+SourceOpt = Annotated[
+    Path | None,
+    typer.Option("--source", metavar="MODEL_DIR", help="The original checkpoint; implies --deep."),
+]
+LayersOpt = Annotated[
+    str | None, typer.Option("--layers", metavar="GLOB", help="Only layers whose name matches.")
+]
+DeviceOpt = Annotated[
+    str, typer.Option("--device", help="Where the layers run, for example cpu or cuda:0.")
+]
+RowsOpt = Annotated[
+    list[str] | None,
+    typer.Option("--m", metavar="N,...", help="Rows of activations to try, separated by commas."),
+]
+BackendOpt = Annotated[
+    str | None,
+    typer.Option("--backend", metavar="NAME", help="aiter, triton or torch; the best if left out."),
+]
+
+
+def parse_numbers(flag: str, texts: Sequence[str] | None, what: str) -> tuple[int, ...] | None:
+    """Whole numbers of `--flag 1,2 --flag 4`, in order and without repeats; None for no flag.
+
+    Raises UsageError on anything else.
+    """
+    if texts is None or len(texts) == 0:
+        return None
+    words = [word.strip() for text in texts for word in text.split(",")]
+    for word in words:
+        if not re.fullmatch(r"[0-9]{1,9}", word) or int(word) == 0:
+            raise UsageError(
+                flag,
+                f"not {what}",
+                found=repr(word),
+                expected="whole numbers from 1, separated by commas",
+                hint=f"for example {flag} 1,2,4",
+            )
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def examples(*commands: str) -> str:
+    """An epilog with one example per line, which help is not to wrap."""
+    return "\n".join(["\b", "Examples:", *(f"  mxfp4prep {command}" for command in commands)])

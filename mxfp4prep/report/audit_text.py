@@ -1,0 +1,233 @@
+"""The audit for people: repeated layers in one row, reasons in words, and what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mxfp4prep.alignment import (
+    REASONS,
+    RULE,
+    SCALE_COLUMN_MULTIPLE,
+    SCALE_ROW_MULTIPLE,
+    Verdict,
+)
+from mxfp4prep.findings import Finding
+from mxfp4prep.report.families import gather
+from mxfp4prep.report.screen import Row, Screen, counted, human
+from mxfp4prep.report.tally import ASM_ONLY, PATHS, POSSIBLE, Decisions, degrees_of, shares
+
+if TYPE_CHECKING:
+    from mxfp4prep.checkpoint import Checkpoint
+    from mxfp4prep.survey import GroupSurvey, LayerSurvey, Survey
+
+SHOWN = {"asm": "asm", "triton": "triton", "impossible": "IMPOSSIBLE"}
+
+HAZARDS = {"short_group": "the last scale group of a row covers fewer than 32 values"}
+"""Hazard codes and what they say."""
+
+
+def audit_text(survey: Survey, decisions: Decisions, screen: Screen, command: str) -> list[str]:
+    """Lines of the audit. `command` is how the checkpoint is named in the command to run next."""
+    lines = source_lines(survey.checkpoint, len(survey.layers), screen)
+    lines += screen.wrap(
+        f"ASM needs scales with {RULE} on every rank; anything else runs on Triton."
+    )
+    lines += ["", *_layer_table(survey, decisions, screen)]
+    if survey.groups:
+        lines += ["", *_group_table(survey, screen)]
+    seen = [v for mapping in _distinct(decisions.values()) for v in mapping.values()]
+    seen += [v for group in _distinct(g.verdicts for g in survey.groups) for v in group.values()]
+    lines += legend(
+        (reason for v in seen for reason in v.reasons), (h for v in seen for h in v.hazards), screen
+    )
+    if survey.findings:
+        lines += ["", "findings"]
+        lines += [line for finding in survey.findings for line in finding_lines(finding, screen)]
+    lines += ["", *_share_table(survey, decisions, screen)]
+    lines += ["", *_advice(survey, decisions, screen, command)]
+    return lines
+
+
+def source_lines(checkpoint: Checkpoint, layers: int, screen: Screen) -> list[str]:
+    """One sentence about the checkpoint."""
+    nbytes = sum(entry.nbytes for entry in checkpoint.tensors.values())
+    model_type = checkpoint.config.get("model_type")
+    facts = [
+        screen.name(model_type) if isinstance(model_type, str) else "model type not stated",
+        counted(len(checkpoint.shards), "safetensors file"),
+        counted(len(checkpoint.tensors), "tensor"),
+        human(nbytes),
+        counted(layers, "MXFP4 layer"),
+    ]
+    return screen.wrap(f"{screen.name(checkpoint.name)}: {', '.join(facts)}")
+
+
+def shape_of(n: int, k: int, experts: int | None) -> str:
+    """`2560x640`, or `128x2560x640` for a bank of 128 experts."""
+    return f"{n}x{k}" if experts is None else f"{experts}x{n}x{k}"
+
+
+def legend(reasons: Iterable[str], hazards: Iterable[str], screen: Screen) -> list[str]:
+    """What each code that occurs means, after an empty line; nothing when none occurs."""
+    words = {code: REASONS.get(code, code) for code in sorted(set(reasons))}
+    words |= {code: HAZARDS.get(code, code) for code in sorted(set(hazards))}
+    if not words:
+        return []
+    width = max(map(len, words))
+    lines = ["", "reasons"]
+    for code, meaning in words.items():
+        lines += screen.wrap(meaning, f"  {code:<{width}}  ")
+    return lines
+
+
+def finding_lines(finding: Finding, screen: Screen, indent: str = "  ") -> list[str]:
+    """`warning: WHERE: message [code]`."""
+    text = f"{screen.name(finding.where)}: {screen.name(finding.message)} [{finding.code}]"
+    return screen.wrap(f"{screen.paint(finding.severity)}: {text}", indent, indent + "  ")
+
+
+def _distinct(
+    mappings: Iterable[Mapping[int, Verdict]],
+) -> Iterable[Mapping[int, Verdict]]:
+    return {id(mapping): mapping for mapping in mappings}.values()
+
+
+def _layer_table(survey: Survey, decisions: Decisions, screen: Screen) -> list[str]:
+    def items() -> Iterator[tuple[str, tuple[object, ...], LayerSurvey]]:
+        for item in survey.layers:
+            layer = item.layer
+            key = (layer.scheme, layer.n, layer.k, layer.experts, id(decisions[layer.name]))
+            yield layer.name, (*key, id(item.verdicts)), item
+
+    rows = []
+    for family in gather(items()):
+        layer = family.first.layer
+        verdicts = decisions[layer.name]
+        cells = (shape_of(layer.n, layer.k, layer.experts), layer.scheme)
+        notes = _notes(verdicts, family.first.verdicts)
+        rows.append((family.name, family.count, (*cells, *_verdict_cells(verdicts)), notes))
+    head = ("layer", "layers", "shape", "scheme", *(f"tp {tp}" for tp in survey.tp))
+    return screen.table(head, merge_siblings(rows, screen), right=(1,))
+
+
+def merge_siblings(
+    rows: Iterable[tuple[str, int, tuple[str, ...], tuple[str, ...]]], screen: Screen
+) -> list[Row]:
+    """Rows of (name, layers, cells, notes) where siblings that say the same become one.
+
+    `mlp.gate_proj` and `mlp.up_proj` become `mlp.{gate_proj,up_proj}`.
+    """
+    leaves: dict[tuple[str, int, tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for name, count, cells, notes in rows:
+        parent, dot, leaf = name.rpartition(".")
+        leaves.setdefault((parent + dot, count, cells, notes), []).append(leaf)
+    merged = []
+    for (parent, count, cells, notes), names in leaves.items():
+        name = parent + (names[0] if len(names) == 1 else "{" + ",".join(names) + "}")
+        merged.append(Row((screen.name(name), f"{count * len(names):,}", *cells), notes))
+    return merged
+
+
+def _group_table(survey: Survey, screen: Screen) -> list[str]:
+    def items() -> Iterator[tuple[str, tuple[object, ...], GroupSurvey]]:
+        for group in survey.groups:
+            yield group.name, (_parts(group), group.mixed, *group.verdicts.values()), group
+
+    rows = []
+    for family in gather(items()):
+        group = family.first
+        parts = screen.name(" + ".join(_parts(group)))
+        name = screen.name(family.name)
+        rows.append(Row((name, *_verdict_cells(group.verdicts)), (parts, *_notes(group.verdicts))))
+    lines = screen.wrap("Engines join these parts into one matrix and decide once for all of them:")
+    return lines + screen.table(("fused", *(f"tp {tp}" for tp in survey.tp)), rows)
+
+
+def _parts(group: GroupSurvey) -> tuple[str, ...]:
+    return tuple(member.rpartition(".")[2] for member in group.members)
+
+
+def _verdict_cells(verdicts: Mapping[int, Verdict]) -> tuple[str, ...]:
+    return tuple(SHOWN[verdict.path] for verdict in verdicts.values())
+
+
+def _notes(
+    verdicts: Mapping[int, Verdict], own: Mapping[int, Verdict] | None = None
+) -> tuple[str, ...]:
+    """Why not asm, degrees with the same reasons together; `own` leaves the fused group out."""
+    alike: dict[tuple[bool, tuple[object, ...]], list[int]] = {}
+    for tp, verdict in verdicts.items():
+        if verdict.reasons or verdict.hazards:
+            joined = own is not None and own[tp] != verdict
+            key = (verdict.path == "impossible", verdict.reasons, verdict.hazards)
+            alike.setdefault((joined, key), []).append(tp)
+    notes = []
+    for (joined, _), degrees in alike.items():
+        text = _explain([(tp, verdicts[tp]) for tp in degrees])
+        notes.append(f"tp {_listed(degrees)}: {'as part of the whole, ' if joined else ''}{text}")
+    return tuple(notes)
+
+
+def _explain(verdicts: Sequence[tuple[int, Verdict]]) -> str:
+    """The reasons that all `verdicts` share, with the numbers that make them so.
+
+    For example `scale_cols (20, 10, 5 columns % 8 = 4, 2, 5)`.
+    """
+    tp, first = verdicts[0]
+    if first.path == "impossible":
+        arithmetic = first.detail.replace(f" at tp {tp}:", ":")
+        more = ", ..." if len(verdicts) > 1 else ""
+        return f"{', '.join(first.reasons)} ({arithmetic}{more})"
+    shards = [v.scale_shard for _, v in verdicts if v.scale_shard is not None]
+    rows = [shard[0] for shard in shards]
+    columns = [shard[1] for shard in shards]
+    explained = []
+    for reason in (*first.reasons, *first.hazards):
+        if reason == "scale_rows" and rows:
+            explained.append(f"scale_rows ({_remainders(rows, 'rows', SCALE_ROW_MULTIPLE)})")
+        elif reason == "scale_cols" and any(count % SCALE_COLUMN_MULTIPLE for count in columns):
+            text = _remainders(columns, "columns", SCALE_COLUMN_MULTIPLE)
+            explained.append(f"scale_cols ({text})")
+        else:
+            explained.append(reason)
+    return ", ".join(explained)
+
+
+def _remainders(counts: Sequence[int], noun: str, multiple: int) -> str:
+    """`20, 10 columns % 8 = 4, 2`; one number where all are the same."""
+    distinct = list(dict.fromkeys(counts))
+    return f"{_listed(distinct)} {noun} % {multiple} = {_listed([c % multiple for c in distinct])}"
+
+
+def _share_table(survey: Survey, decisions: Decisions, screen: Screen) -> list[str]:
+    rows = []
+    for tp, share in shares(survey, decisions).items():
+        counts = (share["asm"], share["triton"], share["impossible"])
+        cells = [
+            f"{count['layers']:,} ({human(count['nbytes'])})" if count["layers"] else "-"
+            for count in counts
+        ]
+        rows.append(Row((f"tp {tp}", *cells)))
+    return screen.table(("layers", *(SHOWN[path] for path in PATHS)), rows)
+
+
+def _advice(survey: Survey, decisions: Decisions, screen: Screen, command: str) -> list[str]:
+    asm = degrees_of(decisions, survey.tp, ASM_ONLY)
+    possible = degrees_of(decisions, survey.tp, POSSIBLE)
+    lines = []
+    if asm:
+        lines += screen.wrap(f"Every layer takes the ASM path at tp {_listed(asm)}.")
+    if len(possible) < len(survey.tp):
+        stuck = [tp for tp in survey.tp if tp not in possible]
+        lines += screen.wrap(
+            f"Some layers cannot be split at tp {_listed(stuck)}: do not serve there."
+        )
+    if not possible:
+        return [*lines, f"next: mxfp4prep audit {command} --tp 1"]
+    best = asm[-1] if asm else possible[0]
+    return [*lines, f"next: mxfp4prep convert {command}" + (f" --tp {best}" if best > 1 else "")]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

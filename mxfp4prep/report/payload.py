@@ -1,0 +1,297 @@
+"""What a verb found as the JSON document of `contract`: pure functions of the verbs' values."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mxfp4prep.alignment import RULE, Verdict
+from mxfp4prep.findings import Finding
+from mxfp4prep.report.tally import (
+    ASM_ONLY,
+    POSSIBLE,
+    Decisions,
+    degrees_of,
+    shares,
+    stored_shares,
+)
+
+if TYPE_CHECKING:
+    from mxfp4prep.checkpoint import Checkpoint
+    from mxfp4prep.convert import ConvertResult
+    from mxfp4prep.manifest import Manifest
+    from mxfp4prep.plan import LayerPlan, Plan
+    from mxfp4prep.report import contract as c
+    from mxfp4prep.restore import RestoreReport
+    from mxfp4prep.runtime.selfcheck import Row
+    from mxfp4prep.survey import LayerSurvey, Survey
+    from mxfp4prep.verify import VerifyReport
+
+SCHEMA_VERSION = 1
+
+
+def dumps(document: Mapping[str, Any]) -> str:
+    """`document` as JSON in ASCII: a line for each key, and for each record of a list."""
+    encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, allow_nan=False).encode
+    enabled = gc.isenabled()
+    gc.disable()  # half a million small values: the cyclic collector would take most of the time
+    try:
+        lines = []
+        for key, value in document.items():
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                text = "[\n" + ",\n".join(map(encode, value)) + "\n]"
+            else:
+                text = encode(value)
+            lines.append(f"{encode(key)}: {text}")
+    finally:
+        if enabled:
+            gc.enable()
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def audit(survey: Survey, decisions: Decisions) -> c.AuditDocument:
+    """The audit of a checkpoint: every layer and fused group with its verdict per degree."""
+    checkpoint, made = survey.checkpoint, _Verdicts()
+    layers = [_layer(item, decisions, made) for item in survey.layers]
+    severities = [finding.severity for finding in survey.findings]
+    mxfp4 = sum(layer["nbytes"] for layer in layers)
+    return {
+        "schema_version": 1,
+        "source": _source(checkpoint),
+        "rule": RULE,
+        "tp": list(survey.tp),
+        "layers": layers,
+        "groups": [
+            {
+                "name": group.name,
+                "members": list(group.members),
+                "mixed": group.mixed,
+                "verdict": made.documents(group.verdicts),
+            }
+            for group in survey.groups
+        ],
+        "findings": _findings(survey.findings),
+        "summary": {
+            "layers": len(layers),
+            "groups": len(survey.groups),
+            "mxfp4_nbytes": mxfp4,
+            "copied_nbytes": sum(t.nbytes for t in checkpoint.tensors.values()) - mxfp4,
+            "tp": {str(tp): share for tp, share in shares(survey, decisions).items()},
+            "asm_tp": degrees_of(decisions, survey.tp, ASM_ONLY),
+            "possible_tp": degrees_of(decisions, survey.tp, POSSIBLE),
+            "findings": {s: severities.count(s) for s in ("error", "warning", "note")},
+        },
+    }
+
+
+def _layer(item: LayerSurvey, decisions: Decisions, made: _Verdicts) -> c.LayerDocument:
+    layer = item.layer
+    scale_shape = [layer.n, -(-layer.k // 32)]
+    return {
+        "name": layer.name,
+        "kind": layer.kind,
+        "parallel": item.role.parallel,
+        "group": item.role.group,
+        "scheme": layer.scheme,
+        "activation": {
+            "dtype": layer.activation.dtype,
+            "scale_mode": layer.activation.scale_mode,
+            "static": layer.activation.static,
+        },
+        "n": layer.n,
+        "k": layer.k,
+        "experts": layer.experts,
+        "scale_shape": scale_shape if layer.experts is None else [layer.experts, *scale_shape],
+        "nbytes": layer.weight.nbytes + layer.scale.nbytes,
+        "verdict": made.documents(item.verdicts),
+        "decided": made.paths(decisions[layer.name]),
+    }
+
+
+class _Verdicts:
+    """Documents of verdicts, made once: thousands of layers share a handful of them."""
+
+    def __init__(self) -> None:
+        self._documents: dict[int, dict[str, c.VerdictDocument]] = {}
+        self._paths: dict[int, dict[str, c.Path]] = {}
+
+    # Mappings are known by their identity, so they must outlive this object. They do: the survey
+    # and the decisions hold them.
+    def documents(self, verdicts: Mapping[int, Verdict]) -> dict[str, c.VerdictDocument]:
+        """One document per degree."""
+        known = self._documents.get(id(verdicts))
+        if known is None:
+            known = {str(tp): _verdict(verdict) for tp, verdict in verdicts.items()}
+            self._documents[id(verdicts)] = known
+        return known
+
+    def paths(self, verdicts: Mapping[int, Verdict]) -> dict[str, c.Path]:
+        """Only the path per degree."""
+        known = self._paths.get(id(verdicts))
+        if known is None:
+            known = {str(tp): verdict.path for tp, verdict in verdicts.items()}
+            self._paths[id(verdicts)] = known
+        return known
+
+
+def _verdict(verdict: Verdict) -> c.VerdictDocument:
+    document: c.VerdictDocument = {
+        "path": verdict.path,
+        "scale_shard": None if verdict.scale_shard is None else list(verdict.scale_shard),
+        "reasons": list(verdict.reasons),
+        "hazards": list(verdict.hazards),
+    }
+    if verdict.detail:
+        document["detail"] = verdict.detail
+    return document
+
+
+def plan(plan: Plan, out: Path) -> c.PlanDocument:
+    """What convert would do, before it does it."""
+    return {
+        "schema_version": 1,
+        "source": _source(plan.survey.checkpoint),
+        "output": str(out),
+        "tp": list(plan.tp),
+        "layout": plan.layout,
+        "nbytes": plan.nbytes,
+        "layers": [_planned(layer) for layer in plan.layers],
+        "files": [
+            {"name": s.shard.name, "tensors": len(s.tensors), "nbytes": s.nbytes}
+            for s in plan.shards
+        ],
+        "findings": _findings(plan.findings),
+        "summary": stored_shares(
+            (p.path, p.reasons, p.layer.weight.nbytes + p.layer.scale.nbytes) for p in plan.layers
+        ),
+    }
+
+
+def _planned(plan: LayerPlan) -> c.PlannedLayerDocument:
+    layer = plan.layer
+    return {
+        "name": layer.name,
+        "kind": layer.kind,
+        "group": plan.role.group,
+        "scheme": layer.scheme,
+        "n": layer.n,
+        "k": layer.k,
+        "experts": layer.experts,
+        "path": plan.path,
+        "reasons": list(plan.reasons),
+        "hazards": list(plan.hazards),
+        "weight_layout": plan.weight_layout,
+        "scale_layout": plan.scale_layout,
+        "verdict": {str(tp): verdict.path for tp, verdict in plan.verdicts.items()},
+    }
+
+
+def convert(result: ConvertResult) -> c.ConvertDocument:
+    """What convert wrote."""
+    manifest = result.manifest
+    return {
+        "schema_version": 1,
+        "name": manifest.source.name,
+        "output": str(result.out),
+        "tp": list(manifest.target.tp),
+        "files": len(manifest.files),
+        "nbytes": sum(file.nbytes for file in manifest.files),
+        "findings": _findings(result.findings),
+        "summary": manifest_shares(manifest),
+    }
+
+
+def manifest_shares(manifest: Manifest) -> c.StoredPathsDocument:
+    """Layers and bytes per stored path of a prepared checkpoint."""
+    return stored_shares(
+        (record.path, record.reasons, (record.experts or 1) * record.n * (k // 2 + -(-k // 32)))
+        for record in manifest.layers
+        for k in (record.k,)
+    )
+
+
+def verify(report: VerifyReport) -> c.VerifyDocument:
+    """What verify checked and found."""
+    return {
+        "schema_version": 1,
+        "name": report.name,
+        "level": report.level,
+        "ok": not report.problems,
+        "files": report.files,
+        "tensors": report.tensors,
+        "nbytes": report.nbytes,
+        "problems": [
+            {"file": problem.file, "tensor": problem.tensor, "what": problem.what}
+            for problem in report.problems
+        ],
+        "skipped": list(report.skipped),
+    }
+
+
+def restore(report: RestoreReport) -> c.RestoreDocument:
+    """What restore wrote."""
+    return {
+        "schema_version": 1,
+        "output": str(report.out),
+        "files": report.files,
+        "nbytes": report.nbytes,
+        "header_only": list(report.header_only),
+    }
+
+
+def selfcheck(name: str, device: str, rows: Iterable[Row]) -> c.SelfcheckDocument:
+    """What the layers of checkpoint `name` answered on `device`."""
+    documents: list[c.SelfcheckRow] = [
+        {
+            "layer": row.layer,
+            "path": row.path,
+            "backend": row.backend,
+            "m": row.m,
+            "max_abs_error": _finite(row.max_abs_error),
+            "max_rel_error": _finite(row.max_rel_error),
+            "milliseconds": row.milliseconds,
+            "ok": row.ok,
+        }
+        for row in rows
+    ]
+    return {
+        "schema_version": 1,
+        "name": name,
+        "device": device,
+        "ok": all(row["ok"] for row in documents),
+        "rows": documents,
+    }
+
+
+def _finite(value: float) -> float | None:
+    """`value`, or None for what JSON cannot say."""
+    return value if math.isfinite(value) else None
+
+
+def _source(checkpoint: Checkpoint) -> c.SourceDocument:
+    index = checkpoint.index_bytes
+    quantization = checkpoint.config.get("quantization_config")
+    version = quantization.get("version") if isinstance(quantization, dict) else None
+    model_type = checkpoint.config.get("model_type")
+    return {
+        "name": checkpoint.name,
+        "model_type": model_type if isinstance(model_type, str) else None,
+        "quark_version": version if isinstance(version, str) else None,
+        "files": len(checkpoint.shards),
+        "tensors": len(checkpoint.tensors),
+        "nbytes": sum(entry.nbytes for entry in checkpoint.tensors.values()),
+        "config_sha256": hashlib.sha256(checkpoint.config_bytes).hexdigest(),
+        "index_sha256": None if index is None else hashlib.sha256(index).hexdigest(),
+    }
+
+
+def _findings(findings: Iterable[Finding]) -> list[c.FindingDocument]:
+    return [
+        {"code": f.code, "severity": f.severity, "where": f.where, "message": f.message}
+        for f in findings
+    ]

@@ -1,0 +1,111 @@
+"""How far long work is: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from mxfp4prep.report.screen import human
+
+Advance = Callable[[int], None]
+
+STEP_PERCENT = 10
+LINE_SECONDS, MAX_SECONDS = 1.0, 10.0
+"""A plain line comes after STEP_PERCENT of the work but LINE_SECONDS after the last at the
+earliest, and after MAX_SECONDS at the latest."""
+
+
+@contextmanager
+def progress(
+    label: str,
+    total: int,
+    stream: TextIO,
+    *,
+    live: bool,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Advance]:
+    """A function to call with the bytes done since the last call, from any thread.
+
+    label   what is being done, already escaped
+    live    draw a bar with Rich; else plain lines without cursor codes
+    """
+    if live:
+        with _bar(label, total, stream) as advance:
+            yield advance
+    else:
+        yield _Lines(label, total, stream, clock).advance
+
+
+@contextmanager
+def _bar(label: str, total: int, stream: TextIO) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(file=stream, highlight=False)
+    with Progress(*columns, console=console, transient=True, expand=True) as bar:
+        task = bar.add_task(escape(label), total=total)
+        lock = threading.Lock()
+        done = 0
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            with lock:
+                done = min(done + nbytes, total)
+                bar.update(task, completed=done)
+
+        yield advance
+
+
+class _Lines:
+    """`label: 40 % (1.2 GB of 3.0 GB, 800 MB/s, 2 s left)`, not too often."""
+
+    def __init__(self, label: str, total: int, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._label, self._total, self._stream, self._clock = label, total, stream, clock
+        self._lock = threading.Lock()
+        self._done = 0
+        self._shown = 0.0
+        self._began = self._last = clock()
+
+    def advance(self, nbytes: int) -> None:
+        """Counts `nbytes` more, and says so when it is time."""
+        with self._lock:
+            self._done = min(self._done + nbytes, self._total)
+            now = self._clock()
+            percent = 100 * self._done / max(self._total, 1)
+            waited = now - self._last
+            if (percent - self._shown >= STEP_PERCENT and waited >= LINE_SECONDS) or (
+                waited >= MAX_SECONDS
+            ):
+                self._shown, self._last = percent, now
+                self._say(percent, now - self._began)
+
+    def _say(self, percent: float, seconds: float) -> None:
+        speed = self._done / seconds
+        left = (self._total - self._done) / speed if speed else 0.0
+        text = (
+            f"{self._label}: {percent:.0f} % ({human(self._done)} of {human(self._total)}, "
+            f"{human(int(speed))}/s, {left:.0f} s left)\n"
+        )
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            self._last = float("inf")  # nobody listens: the work goes on without a word

@@ -1,0 +1,63 @@
+"""What one command line says: its result on stdout, its story on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mxfp4prep.report import streams
+
+if TYPE_CHECKING:
+    from mxfp4prep.findings import Finding
+    from mxfp4prep.report.progress import Advance
+    from mxfp4prep.report.screen import Screen
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """`verbose` tells notes too; `environ` decides about colours, width and bars."""
+
+    verbose: bool
+    environ: Mapping[str, str]
+
+    def print_json(self, document: Mapping[str, Any]) -> None:
+        """The result as JSON, and nothing else, on stdout."""
+        from mxfp4prep.report.payload import dumps
+
+        streams.emit(dumps(document))
+
+    def print_text(self, render: Callable[[Screen], Sequence[str]]) -> None:
+        """The result as the lines that `render` makes for the screen behind stdout."""
+        from mxfp4prep.report.screen import screen_of
+
+        streams.emit("\n".join(render(screen_of(sys.stdout, self.environ))) + "\n")
+
+    def tell_findings(self, findings: Sequence[Finding]) -> None:
+        """Findings on stderr; notes only when verbose, their number always."""
+        for finding in findings:
+            if finding.severity != "note" or self.verbose:
+                streams.tell(f"{finding.severity}: {finding.where}: {finding.message}")
+        notes = sum(finding.severity == "note" for finding in findings)
+        if notes and not self.verbose:
+            what = "remark" if notes == 1 else "remarks"
+            streams.tell(f"note: {notes} more {what}; `mxfp4prep audit` and `mxfp4prep -v` tell")
+
+    @contextmanager
+    def progress(
+        self, label: str, total: Callable[[], int], *, silent: bool
+    ) -> Iterator[Advance | None]:
+        """Progress on stderr: a bar on a terminal that can draw one, else plain lines.
+
+        total   bytes of the whole work; asked for only when they are needed
+        """
+        if silent:
+            yield None
+            return
+        from mxfp4prep.report.progress import progress
+
+        live = sys.stderr.isatty() and self.environ.get("TERM") != "dumb"
+        with progress(label, total(), sys.stderr, live=live) as advance:
+            yield advance

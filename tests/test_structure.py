@@ -1,0 +1,142 @@
+"""Imports go one way, importing does nothing, and the light commands stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mxfp4prep
+
+PACKAGE = Path(mxfp4prep.__file__).parent
+
+# Rooms from the ground up: a room imports only from rooms above it in this list, and itself.
+ROOMS = [
+    "errors",
+    "findings",
+    "collector",
+    "io",
+    "documents",
+    "sums",
+    "lookalikes",
+    "safefile",
+    "parallel",
+    "alignment",
+    "manifest",
+    "prepared",
+    "layouts",
+    "mxfp4",
+    "quark",
+    "checkpoint",
+    "survey",
+    "plan",
+    "records",
+    "workers",
+    "stream",
+    "sink",
+    "staging",
+    "rewrite",
+    "undo",
+    "runtime",
+    "",  # the package itself, which offers the runtime
+    "convert",
+    "restore",
+    "verify",
+    "report",
+    "schemas",
+    "demo",
+    "options",
+    "commands",
+    "prepared_commands",
+    "cli",
+    "__main__",
+]
+RUNTIME_MAY_USE = {
+    "errors", "io", "safefile", "parallel", "alignment", "manifest", "prepared", "layouts", "mxfp4",
+}  # fmt: skip
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Rooms that a file imports from, at any depth of the code."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "mxfp4prep":
+            names = [
+                f"mxfp4prep.{alias.name}" if alias.name in ROOMS else "mxfp4prep"
+                for alias in node.names
+            ]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module or ""]
+        else:
+            continue
+        found |= {room_of(name) for name in names if name.split(".")[0] == "mxfp4prep"}
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    relative = path.relative_to(PACKAGE).with_suffix("").parts
+    room = "" if relative == ("__init__",) else relative[0]
+    assert room in ROOMS, f"give {room} its place in ROOMS"
+    above = set(ROOMS[: ROOMS.index(room) + 1])
+    assert imported(path) <= above, f"{path.name} imports from a room below it"
+    if room == "runtime":
+        assert imported(path) <= RUNTIME_MAY_USE | {"runtime"}
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_does_nothing():
+    code = (
+        "import sys, os, logging; before = set(sys.modules), dict(os.environ)\n"
+        "import mxfp4prep\n"
+        "heavy = {'torch', 'typer', 'rich', 'pydantic', 'xxhash'} & set(sys.modules)\n"
+        "print(heavy, dict(os.environ) == before[1], logging.root.handlers)"
+    )
+    assert python(code) == "set() True []"
+
+
+def test_audit_help_and_version_leave_torch_alone(mxfp4_fixture):
+    for arguments in (
+        ["audit", str(mxfp4_fixture), "--fail-on", "never"],
+        ["--help"],
+        ["--version"],
+    ):
+        code = (
+            f"import sys; sys.argv = ['mxfp4prep', *{arguments!r}]\n"
+            "from mxfp4prep.cli import main\n"
+            "try:\n    main()\nexcept SystemExit as exit:\n    assert not exit.code, exit.code\n"
+            "print('torch' in sys.modules)"
+        )
+        assert python(code).splitlines()[-1] == "False"
+
+
+def test_the_runtime_leaves_the_command_line_and_the_converter_alone(tmp_path):
+    code = (
+        "import sys, mxfp4prep\n"
+        "try:\n    mxfp4prep.load('nowhere')\nexcept mxfp4prep.Mxfp4PrepError:\n    pass\n"
+        "print(sorted(m for m in sys.modules if m in "
+        "('typer', 'rich', 'mxfp4prep.convert', 'mxfp4prep.cli', 'mxfp4prep.plan')))"
+    )
+    assert python(code) == "[]"
