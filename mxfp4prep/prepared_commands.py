@@ -41,7 +41,7 @@ def verify(
     level = _level(quick, full, deep, source)
 
     def total() -> int:
-        return sum(record.nbytes for record in open_prepared(prepared).files())
+        return sum(record.nbytes for record in open_prepared(prepared).manifest.files)
 
     silent = quiet or no_progress or level == "quick"
     with voice.progress("verifying", total, silent=silent) as advance:

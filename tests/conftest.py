@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,12 @@ LOOKALIKES = {
     "lookalike-mxfp6-e2m3": "mxfp6_e2m3",
     "lookalike-nvfp4": "nvfp4",
 }
+
+
+def with_path(*first: object) -> dict[str, str]:
+    """The environment with folders put before PYTHONPATH, for a child process."""
+    folders = [*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 
 
 @pytest.fixture(params=MXFP4_FIXTURES)

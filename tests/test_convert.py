@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FIXTURES, LOOKALIKES
+from conftest import FIXTURES, LOOKALIKES, with_path
 from quark_factory import (
     FP8_WEIGHT,
     model_config,
@@ -309,7 +309,7 @@ def test_p79_memory_does_not_grow_with_the_checkpoint(tmp_path):
         "converted(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), workers=2)\n"
         "print((peak() - before) // 1024)\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    env = with_path(Path(__file__).parent)
     done = subprocess.run(
         [sys.executable, "-c", program, str(root), str(tmp_path / "out")],
         env=env,

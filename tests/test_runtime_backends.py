@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import with_path
 from prepared_factory import Layer, build
 
 import mxfp4prep
@@ -268,7 +268,7 @@ def test_p87_p88_a_wrong_or_raising_aiter_stops_nothing(tmp_path, wrong):
         package(site, "ops/__init__.py", "ops/shuffle.py")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUN, str(tmp_path / "prepared")],
-        env={**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{ROOT}"},
+        env=with_path(site, ROOT),
         capture_output=True,
         text=True,
         check=False,

@@ -35,7 +35,7 @@ def root(tmp_path):
 def test_selfcheck_passes_on_the_gpu(root, backend):
     prepared = mxfp4prep.load(root, device="cuda", backend=backend)
     rows = list(selfcheck(prepared, m=(1, 33)))
-    assert len(rows) == 14
+    assert len(rows) == 12
     assert all(row.ok for row in rows), rows
 
 
@@ -52,6 +52,7 @@ def test_selfcheck_moves_layers(root):
     assert [row.ok for row in rows] == [True, True]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compiled_on_the_gpu(root):
     layer = mxfp4prep.load(root, device="cuda", backend="torch")["a.fc1"]
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)

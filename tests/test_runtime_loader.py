@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import with_path
 from prepared_factory import Layer, build, edit_config, edit_manifest, lay_out
 from safetensors.torch import load_file, save_file
 
@@ -514,7 +515,7 @@ def test_imports_are_late_and_few(pristine):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", IMPORTS, str(pristine[0])],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=with_path(ROOT),
         capture_output=True,
         text=True,
         check=False,

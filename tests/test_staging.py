@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import with_path
 from quark_factory import write_checkpoint
 from test_convert import converted, files_of
 
@@ -95,7 +95,7 @@ def test_p80_killed_run_leaves_nothing_under_the_name_and_the_rerun_is_the_same(
         "from test_convert import converted\n"
         "converted(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), workers=1)\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    env = with_path(Path(__file__).parent)
     killed_midway = 0
     for delay in (0.0, 0.02, 0.05):
         child = subprocess.Popen([sys.executable, "-c", program, str(root), str(out)], env=env)

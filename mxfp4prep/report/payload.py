@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import math
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxfp4prep.alignment import RULE, Verdict
+from mxfp4prep.collector import collector_paused
 from mxfp4prep.findings import Finding
 from mxfp4prep.report.tally import (
     ASM_ONLY,
@@ -32,28 +32,22 @@ if TYPE_CHECKING:
     from mxfp4prep.survey import LayerSurvey, Survey
     from mxfp4prep.verify import VerifyReport
 
-SCHEMA_VERSION = 1
 
-
+@collector_paused()
 def dumps(document: Mapping[str, Any]) -> str:
     """`document` as JSON in ASCII: a line for each key, and for each record of a list."""
     encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, allow_nan=False).encode
-    enabled = gc.isenabled()
-    gc.disable()  # half a million small values: the cyclic collector would take most of the time
-    try:
-        lines = []
-        for key, value in document.items():
-            if isinstance(value, list) and value and isinstance(value[0], dict):
-                text = "[\n" + ",\n".join(map(encode, value)) + "\n]"
-            else:
-                text = encode(value)
-            lines.append(f"{encode(key)}: {text}")
-    finally:
-        if enabled:
-            gc.enable()
+    lines = []
+    for key, value in document.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n" + ",\n".join(map(encode, value)) + "\n]"
+        else:
+            text = encode(value)
+        lines.append(f"{encode(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+@collector_paused()
 def audit(survey: Survey, decisions: Decisions) -> c.AuditDocument:
     """The audit of a checkpoint: every layer and fused group with its verdict per degree."""
     checkpoint, made = survey.checkpoint, _Verdicts()
