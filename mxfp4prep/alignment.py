@@ -40,6 +40,12 @@ REASONS: dict[str, str] = {
 }
 """Reason codes and what they say."""
 
+HAZARDS: dict[str, str] = {
+    "short_group": "the last scale group of a row covers fewer than 32 values",
+    "nan_scale": "some scale bytes are 255: their groups decode to NaN",
+}
+"""Hazard codes and what they say: nothing that stops a path, but worth knowing."""
+
 
 class Verdict(NamedTuple):
     """The path of one shape at one tensor-parallel degree.

@@ -122,6 +122,12 @@ def list_files(root: Path) -> list[str]:
             name = str(relative)
             if not prefix.parts and entry.name in SKIPPED_DIRS:
                 continue
+            if not _is_utf8(name):
+                raise Unsupported(
+                    name,
+                    "the file's name is not UTF-8: a manifest cannot hold it",
+                    hint="rename it",
+                )
             mode = io.entry_mode(entry)
             if mode == 0:
                 raise InvalidCheckpoint(
@@ -138,6 +144,15 @@ def list_files(root: Path) -> list[str]:
                 raise InvalidCheckpoint(name, what, expected="files and folders only")
 
     return list(walk(root, PurePosixPath()))
+
+
+def _is_utf8(name: str) -> bool:
+    """Whether a name from the file system can be written down; others carry surrogates."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_config(root: Path, files: list[str]) -> tuple[bytes, dict[str, Any]]:

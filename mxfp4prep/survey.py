@@ -94,7 +94,7 @@ def survey(
     layers = tuple(_survey_layers(classified.layers, roles, topology, degrees))
     groups = tuple(_survey_groups(layers, classified.others, roles, degrees))
     findings = [*checkpoint.findings, *classified.findings]
-    findings += _role_findings(layers, topology)
+    findings += _role_findings(layers, topology, degrees)
     findings += _group_findings(groups)
     return Survey(checkpoint, topology, classified, degrees, layers, groups, tuple(findings))
 
@@ -173,7 +173,30 @@ def _strictest(verdicts: Sequence[Verdict]) -> Verdict:
     return worst._replace(reasons=(*worst.reasons, "mixed_group"), scale_shard=None)
 
 
-def _role_findings(layers: Sequence[LayerSurvey], topology: Topology) -> list[Finding]:
+def _replication_findings(
+    layers: Sequence[LayerSurvey], topology: Topology, degrees: tuple[int, ...]
+) -> list[Finding]:
+    """With more ranks than KV heads, ranks share heads, and their rows count on each of them."""
+    shared = [tp for tp in degrees if topology.kv_heads and tp % topology.kv_heads == 0]
+    shared = [tp for tp in shared if tp > topology.kv_heads]
+    heads = [item for item in layers if any(block.replicate for block in item.cut.blocks)]
+    if not shared or not heads:
+        return []
+    counts = ", ".join(f"{tp // topology.kv_heads} ranks at tp {tp}" for tp in shared)
+    return [
+        Finding(
+            "kv_replicated",
+            "note",
+            heads[0].layer.name,
+            f"each of the {topology.kv_heads} KV heads is held by {counts}: the verdict counts its "
+            f"rows on every one of them ({len(heads)} layers)",
+        )
+    ]
+
+
+def _role_findings(
+    layers: Sequence[LayerSurvey], topology: Topology, degrees: tuple[int, ...]
+) -> list[Finding]:
     findings = []
     unknown = [item.layer.name for item in layers if item.role.parallel == "unknown"]
     if unknown:
@@ -186,6 +209,7 @@ def _role_findings(layers: Sequence[LayerSurvey], topology: Topology) -> list[Fi
                 "say how they are cut with --parallel 'PATTERN=KIND'",
             )
         )
+    findings += _replication_findings(layers, topology, degrees)
     headless = [item.layer.name for item in layers if item.role.parallel == "qkv"]
     if headless and not topology.heads:
         findings.append(

@@ -208,6 +208,12 @@ def test_fifo_socket_and_linked_folder_are_refused(sharded, tmp_path):
     fails(sharded, "loop: a linked folder")
 
 
+def test_a_file_name_that_is_not_utf8(sharded):
+    (sharded / os.fsdecode(b"bad\xff.txt")).write_text("x")
+    error = fails(sharded, r"bad.*is not UTF-8", Unsupported)
+    str(error).encode()
+
+
 def test_bookkeeping_folders_are_left_out(sharded):
     for folder in (".git", ".cache"):
         (sharded / folder).mkdir()

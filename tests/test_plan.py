@@ -222,6 +222,14 @@ def test_offsets_and_sizes_never_change(mxfp4_fixture):
             assert tensor.layout is None or count == tensor.source.nbytes
 
 
+def test_p13_replicated_kv_heads_are_reported(dense):
+    surveyed = survey(open_checkpoint(dense), (2, 4, 8))
+    [finding] = [f for f in surveyed.findings if f.code == "kv_replicated"]
+    assert "each of the 2 KV heads is held by 2 ranks at tp 4, 4 ranks at tp 8" in finding.message
+    alone = survey(open_checkpoint(dense), (1, 2))
+    assert "kv_replicated" not in [f.code for f in alone.findings]
+
+
 def test_degrees():
     assert check_tp([8, 1, 8]) == (1, 8)
     assert surveyed_degrees((3,)) == (1, 2, 3, 4, 8)

@@ -55,6 +55,14 @@ def test_p15_every_small_m_is_compared_with_the_reference(prepared):
     assert all(row.ok for row in rows), rows
 
 
+def test_an_overflow_that_must_be_is_right_and_another_is_not():
+    from mxfp4prep.runtime.selfcheck import _error
+
+    expected = torch.tensor([1e39, -1e39, 1.0, 1e39], dtype=torch.float64)
+    y = torch.tensor([torch.inf, -torch.inf, torch.inf, -torch.inf], dtype=torch.bfloat16)
+    assert _error(y, expected).tolist() == [0, 0, torch.inf, torch.inf]
+
+
 def test_all_or_named_layers(prepared):
     every = {row.layer for row in selfcheck(prepared, sample=False, m=(1,))}
     assert every == {"a.fc1", "b.fc1", "c.fc1", "d.fc1", "e.fc1", PREFIX}

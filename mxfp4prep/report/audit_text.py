@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mxfp4prep.alignment import (
+    HAZARDS,
     REASONS,
     RULE,
     SCALE_COLUMN_MULTIPLE,
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from mxfp4prep.survey import GroupSurvey, LayerSurvey, Survey
 
 SHOWN = {"asm": "asm", "triton": "triton", "impossible": "IMPOSSIBLE"}
-
-HAZARDS = {"short_group": "the last scale group of a row covers fewer than 32 values"}
-"""Hazard codes and what they say."""
 
 
 def audit_text(survey: Survey, decisions: Decisions, screen: Screen, command: str) -> list[str]:

@@ -133,9 +133,12 @@ def _check_experts(
 
 
 def _error(y: Tensor, expected: Tensor) -> Tensor:
-    """|y - expected|, float64; NaN where it must be is no error, elsewhere it is one for ever."""
-    error = (y.double() - expected).abs()
-    return error.masked_fill(y.isnan() & expected.isnan(), 0.0)
+    """|y - expected|, float64; a NaN or an overflow where it must be is no error, elsewhere it is
+    one for ever."""
+    largest = torch.finfo(y.dtype).max
+    right = y.isnan() & expected.isnan()
+    right |= y.isinf() & (expected.abs() >= largest) & (y.sign() == expected.sign())
+    return (y.double() - expected).abs().masked_fill(right, 0.0)
 
 
 def _timed(run: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
