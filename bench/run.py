@@ -42,16 +42,22 @@ print(time.perf_counter() - started, len(manifest.layers))
 
 
 def bench_convert(work: Path, layers: int, runs: int) -> dict[str, Any]:
-    """convert against `cp -r` and `sync`, alternating, after one pass to warm the page cache."""
+    """convert against `cp -r` and `sync`, alternating, after one pass to warm the page cache.
+
+    The third of each round is the floor of the machine for the same guarantee with plain tools: the
+    copy, the sync, and sha256sum of every file, two at a time.
+    """
     source = work / "source"
     made = checkpoints.write(
         source, checkpoints.dense_layers(layers), shard_nbytes=1 << 30, fill=True
     )
     os.sync()
     subprocess.run(["cat", *map(str, source.iterdir())], stdout=subprocess.DEVNULL, check=True)
-    copies, converts = [], []
+    copies, converts, floors = [], [], []
+    copy = f"cp -r '{source}' '{work / 'copy'}' && sync"
+    sums = f"find '{work / 'copy'}' -type f -print0 | xargs -0 -n 1 -P 2 sha256sum"
     for _ in range(runs):
-        copies.append(measure.run(["sh", "-c", f"cp -r '{source}' '{work / 'copy'}' && sync"]))
+        copies.append(measure.run(["sh", "-c", copy]))
         _remove(work / "copy")
         converts.append(
             measure.run(
@@ -59,6 +65,9 @@ def bench_convert(work: Path, layers: int, runs: int) -> dict[str, Any]:
             )
         )
         _remove(work / "prepared")
+        floors.append(measure.run(["sh", "-c", f"{copy} && {sums}"]))
+        _remove(work / "copy")
+    floor_ratios = [b["wall_s"] / a["wall_s"] for a, b in zip(floors, converts, strict=True)]
     ratios = [b["wall_s"] / a["wall_s"] for a, b in zip(copies, converts, strict=True)]
     one = measure.run(
         [*measure.mxfp4prep(), "convert", source, work / "prepared", "--workers", "1", "-q"]
@@ -78,6 +87,11 @@ def bench_convert(work: Path, layers: int, runs: int) -> dict[str, Any]:
             measure.spread([r["wall_s"] for r in converts])["median"]
             / measure.spread([r["wall_s"] for r in copies])["median"],
             3,
+        ),
+        "cp_sync_and_sha256sum_s": measure.spread([run["wall_s"] for run in floors]),
+        "ratio_to_cp_sync_and_sha256sum": measure.spread(floor_ratios),
+        "import_torch_s": measure.spread(
+            [measure.run([sys.executable, "-c", "import torch"])["wall_s"] for _ in range(runs)]
         ),
         "one_worker_s": round(one["wall_s"], 2),
         "verify_full_s": round(full["wall_s"], 2),

@@ -232,6 +232,9 @@ def _write_manifest(plan: Plan, stage: Path, written: _Written) -> Manifest:
             tp=list(plan.tp),
             rule_version=RULE_VERSION,
             layouts=sorted({x for p in plan.layers for x in (p.weight_layout, p.scale_layout)}),
+            layout=plan.layout,
+            keep=list(plan.keep),
+            parallel=[f"{pattern}={kind}" for pattern, kind in plan.survey.rules],
         ),
         digests=DigestsRecord(
             name=DIGESTS_NAME, sha256=digests_file.sha256, algorithm=DIGEST_ALGORITHM

@@ -50,12 +50,18 @@ class SourceRecord(_Record):
 
 
 class TargetRecord(_Record):
-    """What the files were laid out for."""
+    """What the files were laid out for, and what was asked: enough to plan the same again.
+
+    layout, keep, parallel   as given to convert: --layout, --keep, and --parallel as PATTERN=KIND
+    """
 
     gfx: str
     tp: list[int]
     rule_version: int
     layouts: list[LayoutId]
+    layout: Literal["auto", "asm", "triton"]
+    keep: list[str]
+    parallel: list[str]
 
 
 class DigestsRecord(_Record):

@@ -76,6 +76,7 @@ class Plan:
     survey: Survey
     tp: tuple[int, ...]
     layout: LayoutChoice
+    keep: tuple[str, ...]
     layers: tuple[LayerPlan, ...]
     shards: tuple[ShardPlan, ...]
     findings: tuple[Finding, ...]
@@ -128,7 +129,7 @@ def make_plan(
         _refuse_triton(layers)
     findings += _impossible_findings(layers, tp)
     shards = _plan_shards(survey, layers)
-    return Plan(survey, tuple(tp), layout, tuple(layers), shards, tuple(findings))
+    return Plan(survey, tuple(tp), layout, tuple(keep), tuple(layers), shards, tuple(findings))
 
 
 def _own_reasons(

@@ -16,6 +16,9 @@ from mxfp4prep.manifest import (
 )
 from mxfp4prep.plan import LayerPlan, Plan, TensorPlan
 
+NAN_HAZARD = "nan_scale"
+"""Known only once the bytes were read: every other field follows from headers and config."""
+
 
 @collector_paused()
 def layer_records(plan: Plan, nan_scales: Mapping[str, int]) -> list[LayerRecord]:
@@ -38,7 +41,7 @@ def _layer(
     nan_scales: Mapping[str, int],
 ) -> LayerRecord:
     layer = plan.layer
-    nan = ("nan_scale",) if layer.scale.name in nan_scales else ()
+    nan = (NAN_HAZARD,) if layer.scale.name in nan_scales else ()
     return LayerRecord.model_construct(
         name=layer.name,
         kind=layer.kind,

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mxfp4prep.errors import IntegrityError
-from mxfp4prep.manifest import HEADER_SUFFIX, SOURCE_DIR, FileRecord
+from mxfp4prep.manifest import HEADER_SUFFIX, MANIFEST_NAME, SOURCE_DIR, FileRecord
 from mxfp4prep.prepared import PreparedFiles, open_prepared, read_digests
+from mxfp4prep.rederive import can_rederive, disagreements
 from mxfp4prep.rewrite import copy_file, part_path, rewrite, settle
 from mxfp4prep.staging import check_output, staged
 from mxfp4prep.undo import shard_tensors, source_header
@@ -49,6 +50,7 @@ def restore(
     files = open_prepared(prepared)
     check_output(out, files.root)
     digests = read_digests(files)
+    _refuse_other_plan(files)
     originals = {
         record.name.removeprefix(f"{SOURCE_DIR}/"): record for record in files.files("original")
     }
@@ -68,6 +70,19 @@ def restore(
             if not name.endswith(HEADER_SUFFIX):
                 written.append(_copy_back(files, record, name, stage, copying))
     return RestoreReport(out, len(written), sum(written))
+
+
+def _refuse_other_plan(files: PreparedFiles) -> None:
+    """Raises IntegrityError when the manifest does not describe what planning would have done."""
+    if not can_rederive(files):
+        return
+    shards = {record.name: shard_tensors(files, record) for record in files.files("shard")}
+    for place in disagreements(files, shards):
+        raise IntegrityError(
+            MANIFEST_NAME,
+            f"{place.name}: {place.what}",
+            hint="see all that differs with `mxfp4prep verify`",
+        )
 
 
 def restored_nbytes(prepared: PreparedFiles) -> int:

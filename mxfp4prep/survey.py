@@ -51,6 +51,7 @@ class Survey:
     topology: Topology
     classified: Classified
     tp: tuple[int, ...]
+    rules: tuple[tuple[str, Parallel], ...]
     layers: tuple[LayerSurvey, ...]
     groups: tuple[GroupSurvey, ...]
     findings: tuple[Finding, ...]
@@ -96,7 +97,9 @@ def survey(
     findings = [*checkpoint.findings, *classified.findings]
     findings += _role_findings(layers, topology, degrees)
     findings += _group_findings(groups)
-    return Survey(checkpoint, topology, classified, degrees, layers, groups, tuple(findings))
+    return Survey(
+        checkpoint, topology, classified, degrees, tuple(rules), layers, groups, tuple(findings)
+    )
 
 
 def check_tp(tp: Iterable[int]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Proof that a prepared checkpoint is what its manifest says, and that nothing was lost.
 
-quick   names, sizes, headers, shapes and layouts; reads no tensor
+quick   names, sizes, headers, shapes and layouts, and every decision made again; reads no tensor
 full    every byte: sha256 of every file, xxh3 of every tensor as stored, and of its inverse, which
         must be the source's digest: lossless even when the source is gone
 deep    full, and every byte of the inverse compared with the source itself
@@ -26,11 +26,13 @@ from mxfp4prep.manifest import (
     SUMS_NAME,
     FileRecord,
 )
+from mxfp4prep.original import SourceShard
 from mxfp4prep.plan import TensorPlan
 from mxfp4prep.prepared import PreparedFiles, open_prepared, read_digests
+from mxfp4prep.rederive import can_rederive, disagreements
 from mxfp4prep.rewrite import TensorDigests, digested
 from mxfp4prep.safefile import Header
-from mxfp4prep.stream import PIECE_NBYTES, Piece, Scratch
+from mxfp4prep.stream import PIECE_NBYTES, Scratch
 from mxfp4prep.sums import parse_sums
 from mxfp4prep.undo import shard_tensors, source_header
 from mxfp4prep.workers import Cancel, Progress, run_jobs, worker_count
@@ -72,6 +74,7 @@ class _Run:
     digests: dict[str, tuple[str, str]]
     cancel: Cancel
     problems: list[Problem] = field(default_factory=list)
+    shards: dict[str, tuple[Header, list[TensorPlan]]] = field(default_factory=dict)
     tensors: int = 0
     nbytes: int = 0
 
@@ -109,6 +112,7 @@ def verify(
     jobs = [_file_job(run, record) for record in sorted(whole, key=lambda r: -r.nbytes)]
     run_jobs(jobs, worker_count(workers), run.cancel)
     _check_coverage(run)
+    _check_plan(run)
     _check_source_listing(run)
     return VerifyReport(
         level,
@@ -122,11 +126,15 @@ def verify(
 
 
 def _skipped(run: _Run) -> tuple[str, ...]:
+    skipped = []
     if run.level == "quick":
-        return ("tensor bytes and file digests (use --full)",)
+        skipped.append("tensor bytes and file digests (use --full)")
     if run.level == "full":
-        return ("comparison with the source itself (use --source MODEL_DIR)",)
-    return ()
+        skipped.append("comparison with the source itself (use --source MODEL_DIR)")
+    if not can_rederive(run.files):
+        version = run.files.manifest.tool_version
+        skipped.append(f"the decisions made again: written by mxfp4prep {version}")
+    return tuple(skipped)
 
 
 def _check_listing(run: _Run) -> None:
@@ -219,9 +227,10 @@ def _sha256(run: _Run, path: Path, name: str) -> str:
 def _check_shard(run: _Run, record: FileRecord) -> None:
     header, tensors = shard_tensors(run.files, record)
     run.tensors += len(tensors)
+    run.shards[record.name] = header, tensors
     if run.level == "quick":
         return
-    against = _Source.open(run, record, header, tensors) if run.level == "deep" else None
+    against = _source_shard(run, record, header, tensors)
     digests = TensorDigests()
     sha256 = hashlib.sha256()
     fd = io.open_read(run.files.root / record.name)
@@ -253,6 +262,23 @@ def _check_shard(run: _Run, record: FileRecord) -> None:
     if against is not None:
         for name in against.different(tensors):
             run.say(record.name, "the inverse differs from the source's bytes", name)
+
+
+def _source_shard(
+    run: _Run, record: FileRecord, header: Header, tensors: list[TensorPlan]
+) -> SourceShard | None:
+    """Deep: the source's shard to compare with; a problem is said when there is none."""
+    if run.level != "deep" or run.source is None:
+        return None
+    found = SourceShard.open(
+        run.source / record.name,
+        source_header(run.files, record, header, tensors),
+        sum(tensor.source.nbytes for tensor in tensors),
+    )
+    if isinstance(found, str):
+        run.say(record.name, found)
+        return None
+    return found
 
 
 def _judge_shard(
@@ -292,6 +318,18 @@ def _check_coverage(run: _Run) -> None:
         run.say(DIGESTS_NAME, where, name)
 
 
+def _check_plan(run: _Run) -> None:
+    """The manifest says of every layer what planning says again from the headers and config."""
+    shards = {record.name for record in run.files.files("shard")}
+    if not can_rederive(run.files) or run.shards.keys() != shards:
+        return
+    try:
+        for place in disagreements(run.files, run.shards):
+            run.say(MANIFEST_NAME, f"{place.name}: {place.what}")
+    except Mxfp4PrepError as error:
+        run.say(MANIFEST_NAME, f"its source cannot be planned again: {error}")
+
+
 def _check_source_listing(run: _Run) -> None:
     """Deep: the source has no file that the prepared checkpoint does not account for."""
     if run.level != "deep" or run.source is None:
@@ -302,58 +340,3 @@ def _check_source_listing(run: _Run) -> None:
     for name in list_files(run.source):
         if name not in known:
             run.say(name, "stands in the source but was not there when it was prepared")
-
-
-class _Source:
-    """The source's shard, read along with the prepared one."""
-
-    def __init__(self, fd: int, data_start: int, name: str) -> None:
-        self._fd = fd
-        self._start = data_start
-        self._name = name
-        self._offset = data_start
-        self._buffer = Scratch()
-        self._bad: list[int] = []
-
-    @classmethod
-    def open(
-        cls, run: _Run, record: FileRecord, header: Header, tensors: list[TensorPlan]
-    ) -> _Source | None:
-        """The source shard, or None (and a problem) when it is not there or its header differs."""
-        path = (run.source or Path()) / record.name
-        expected = source_header(run.files, record, header, tensors)
-        if not path.is_file():
-            run.say(record.name, f"the source has no {record.name}")
-            return None
-        fd = io.open_read(path)
-        found = bytearray(len(expected))
-        nbytes = len(expected) + sum(tensor.source.nbytes for tensor in tensors)
-        size = io.file_size(fd, path)
-        if size == nbytes:
-            io.pread_into(fd, memoryview(found), 0, path)
-        if size != nbytes or found != expected:
-            io.close(fd, path)
-            run.say(record.name, "the source's header is not the one that was prepared")
-            return None
-        return cls(fd, len(expected), str(path))
-
-    def compare(self, piece: Piece) -> None:
-        """Compares one restored piece with the source's bytes at the same place."""
-        nbytes = len(piece.made)
-        view = memoryview(self._buffer.take(nbytes))[:nbytes]
-        io.pread_into(self._fd, view, self._offset, self._name)
-        if view != piece.made:
-            self._bad.append(self._offset - self._start)
-        self._offset += nbytes
-
-    def different(self, tensors: list[TensorPlan]) -> list[str]:
-        """Names of the tensors in which a difference was seen."""
-        return [
-            tensor.source.name
-            for tensor in tensors
-            if any(tensor.source.begin <= at < tensor.source.end for at in self._bad)
-        ]
-
-    def close(self) -> None:
-        """Closes the file."""
-        io.close(self._fd, self._name)

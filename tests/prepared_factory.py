@@ -201,7 +201,15 @@ def _write_records(
         schema_version=1,
         tool_version="test",
         source=m.SourceRecord(name="source", config_sha256="0" * 64),
-        target=m.TargetRecord(gfx="gfx950", tp=[1], rule_version=1, layouts=["raw"]),
+        target=m.TargetRecord(
+            gfx="gfx950",
+            tp=[1],
+            rule_version=1,
+            layouts=["raw"],
+            layout="auto",
+            keep=[],
+            parallel=[],
+        ),
         digests=m.DigestsRecord(
             name="mxfp4prep.digests.json",
             sha256=hashlib.sha256(side).hexdigest(),

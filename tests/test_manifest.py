@@ -62,7 +62,15 @@ def document(*layers, **changes):
             "config_sha256": "0" * 64,
             "index_sha256": None,
         },
-        "target": {"gfx": "gfx950", "tp": [1], "rule_version": 1, "layouts": ["tile16x16"]},
+        "target": {
+            "gfx": "gfx950",
+            "tp": [1],
+            "rule_version": 1,
+            "layouts": ["tile16x16"],
+            "layout": "auto",
+            "keep": [],
+            "parallel": [],
+        },
         "digests": {"name": "mxfp4prep.digests.json", "sha256": "0" * 64, "algorithm": "xxh3_128"},
         "files": [
             {

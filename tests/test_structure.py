@@ -40,8 +40,10 @@ ROOMS = [
     "staging",
     "rewrite",
     "undo",
+    "original",
     "runtime",
     "",  # the package itself, which offers the runtime
+    "rederive",
     "convert",
     "restore",
     "verify",

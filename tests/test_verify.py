@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -11,8 +12,14 @@ from quark_factory import write_checkpoint
 from test_convert import LINEARS, converted
 
 from mxfp4prep import manifest as m
-from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest, UsageError
+from mxfp4prep.checkpoint import open_checkpoint
+from mxfp4prep.convert import convert
+from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest, Mxfp4PrepError, UsageError
+from mxfp4prep.parallel import parse_rules
+from mxfp4prep.plan import make_plan, surveyed_degrees
+from mxfp4prep.restore import restore
 from mxfp4prep.safefile import read_header
+from mxfp4prep.survey import survey
 from mxfp4prep.verify import verify
 
 
@@ -127,6 +134,76 @@ def edit_manifest(root, change):
 def test_edited_manifest_does_not_pass_even_quick(prepared):
     edit_manifest(prepared, lambda d: d["layers"][0].update(reasons=["kept"]))
     assert ("mxfp4prep.json", None) in said(verify(prepared, "quick"))
+
+
+EDITS = {
+    "name": "model.layers.0.mlp.other",
+    "kind": "shared_expert",
+    "parallel": "column",
+    "group": "model.layers.0.mlp.gate_up_proj",
+    "scheme": "w4a16",
+    "activation": {"dtype": None, "scale_mode": None, "static": False},
+    "gate_up": "interleaved",
+    "path": "asm",
+    "reasons": [],
+    "hazards": ["short_group"],
+    "verdict": {"1": "asm"},
+    "bias": "model.norm.weight",
+    "input_scale": "model.norm.weight",
+    "weight": {"source_shape": [320, 512]},
+    "scale": {"source_shape": [20, 512]},
+}
+
+
+@pytest.mark.parametrize("key", EDITS)
+def test_p20_a_manifest_edited_together_with_its_sums_contradicts_the_plan(prepared, tmp_path, key):
+    path = prepared / "mxfp4prep.json"
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def edit(document):
+        layer = next(x for x in document["layers"] if x["name"].endswith("down_proj"))
+        if key in ("weight", "scale"):
+            layer[key].update(EDITS[key])
+        else:
+            assert layer[key] != EDITS[key]
+            layer[key] = EDITS[key]
+
+    edit_manifest(prepared, edit)
+    sums = prepared / "SHA256SUMS"
+    after = hashlib.sha256(path.read_bytes()).hexdigest()
+    sums.write_text(sums.read_text().replace(before, after))
+    assert said(verify(prepared, "quick"))
+    with pytest.raises(Mxfp4PrepError):
+        restore(prepared, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_was_asked_for_is_part_of_the_plan_made_again(pristine, tmp_path):
+    source, _ = pristine
+    rules = parse_rules(["*.o_proj=column"])
+    surveyed = survey(open_checkpoint(source), surveyed_degrees((2,)), rules)
+    plan = make_plan(surveyed, (2,), "triton", ["*.up_proj"])
+    out = convert(plan, tmp_path / "out").out
+    assert verify(out, "quick").problems == ()
+    target = m.parse((out / "mxfp4prep.json").read_bytes()).target
+    assert (target.layout, target.keep) == ("triton", ["*.up_proj"])
+    assert target.parallel == ["*.o_proj=column"]
+
+
+def test_another_versions_decisions_are_skipped_and_said(prepared):
+    path = prepared / "mxfp4prep.json"
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def edit(document):
+        document["tool_version"] = "0.0.1"
+        document["layers"][0]["hazards"] = ["unheard_of"]
+
+    edit_manifest(prepared, edit)
+    sums = prepared / "SHA256SUMS"
+    sums.write_text(sums.read_text().replace(before, hashlib.sha256(path.read_bytes()).hexdigest()))
+    report = verify(prepared, "quick")
+    assert report.problems == ()
+    assert any("written by mxfp4prep 0.0.1" in text for text in report.skipped)
 
 
 def test_layout_mark_that_contradicts_the_shape(prepared):
