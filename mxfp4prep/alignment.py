@@ -42,6 +42,7 @@ REASONS: dict[str, str] = {
 
 HAZARDS: dict[str, str] = {
     "short_group": "the last scale group of a row covers fewer than 32 values",
+    "mixed_group": REASONS["mixed_group"],
     "nan_scale": "some scale bytes are 255: their groups decode to NaN",
 }
 """Hazard codes and what they say: nothing that stops a path, but worth knowing."""
@@ -89,9 +90,12 @@ def judge_layer(cut: Cut, n: int, k: int, tp_size: int, is_matrix: bool = True) 
     """The verdict on one stored (n, k) tensor, cut by itself over `tp_size` ranks."""
     try:
         piece = shard(cut, n, k, tp_size)
+        last = shard(cut, n, k, tp_size, tp_size - 1)
     except CannotShard as error:
         return Verdict("impossible", None, (error.reason,), (), error.what)
-    return judge_matrix(piece.n, piece.k, is_matrix)
+    # Ranks hold equal pieces but for a vocabulary, whose last rank may be short.
+    first = judge_matrix(piece.n, piece.k, is_matrix)
+    return stricter(first, judge_matrix(last.n, last.k, is_matrix))
 
 
 def judge_group(members: Iterable[tuple[Cut, int]], k: int, tp_size: int) -> Verdict:

@@ -7,7 +7,6 @@ config.json, the index and the shards' headers, and nothing is written.
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -71,12 +70,18 @@ def open_checkpoint(root: Path) -> Checkpoint:
             if root.exists()
             else "for a Hub repository, download it first: hf download ORG/NAME --local-dir DIR",
         )
-    root = root.resolve()
+    given, root = root, root.resolve()
+    if not (root / CONFIG_NAME).exists() and not (root / CONFIG_NAME).is_symlink():
+        raise InvalidCheckpoint(given, f"no {CONFIG_NAME} in it", hint=_place_hint(root))
     files = list_files(root)
     refuse_prepared(root, files)
-    config_bytes, config = _read_config(root, files)
+    config_bytes, config = _read_config(root)
     index_bytes, indexed, metadata = _read_index(root, files)
     findings: list[Finding] = []
+    skipped = [name for name in sorted(SKIPPED_DIRS) if (root / name).is_dir()]
+    if skipped:
+        message = "a download tool's bookkeeping, not part of the checkpoint: not copied"
+        findings.append(Finding("skipped_folder", "note", ", ".join(skipped), message))
     names = _shard_names(root, files, indexed, findings)
     shards = tuple(Shard(name, root / name, read_header(root / name, name=name)) for name in names)
     shard_of, tensors = _collect(shards, findings)
@@ -86,7 +91,7 @@ def open_checkpoint(root: Path) -> Checkpoint:
     side = [f for f in files if f not in weights and f not in (CONFIG_NAME, INDEX_NAME)]
     return Checkpoint(
         root=root,
-        name=root.name,
+        name=(hub_origin(root)[0] or root.name).rpartition("/")[2],
         config=config,
         config_bytes=config_bytes,
         index_bytes=index_bytes,
@@ -98,6 +103,24 @@ def open_checkpoint(root: Path) -> Checkpoint:
         shard_of=shard_of,
         findings=tuple(findings),
     )
+
+
+def _place_hint(root: Path) -> str:
+    """Where the checkpoint may be instead, when a directory is none."""
+    if (root / "snapshots").is_dir():
+        return f"give the snapshot: {root / 'snapshots'}/COMMIT"
+    below = sorted(path.parent.name for path in root.glob(f"*/{CONFIG_NAME}"))
+    if below:
+        return f"give a checkpoint in it, such as {root / below[0]}"
+    return f"a checkpoint directory holds {CONFIG_NAME} and *.safetensors"
+
+
+def hub_origin(root: Path) -> tuple[str | None, str | None]:
+    """(repo id, commit) when `root` is a snapshot in the Hugging Face cache, else (None, None)."""
+    repo = root.parent.parent.name
+    if root.parent.name == "snapshots" and repo.startswith("models--"):
+        return repo.removeprefix("models--").replace("--", "/", 1), root.name
+    return None, None
 
 
 def refuse_prepared(root: Path, files: list[str]) -> None:
@@ -116,11 +139,15 @@ def list_files(root: Path) -> list[str]:
     Raises InvalidCheckpoint for a dangling link, a linked folder, or anything that is no file.
     """
 
-    def walk(folder: Path, prefix: PurePosixPath) -> Iterator[str]:
+    names: list[str] = []
+    folders = [(root, PurePosixPath())]
+    while folders:
+        folder, prefix = folders.pop()
         for entry in io.scan_folder(folder):
             relative = prefix / entry.name
             name = str(relative)
-            if not prefix.parts and entry.name in SKIPPED_DIRS:
+            mode = io.entry_mode(entry)
+            if not prefix.parts and entry.name in SKIPPED_DIRS and stat.S_ISDIR(mode):
                 continue
             if not _is_utf8(name):
                 raise Unsupported(
@@ -128,7 +155,6 @@ def list_files(root: Path) -> list[str]:
                     "the file's name is not UTF-8: a manifest cannot hold it",
                     hint="rename it",
                 )
-            mode = io.entry_mode(entry)
             if mode == 0:
                 raise InvalidCheckpoint(
                     name,
@@ -136,14 +162,13 @@ def list_files(root: Path) -> list[str]:
                     hint="download the checkpoint again",
                 )
             if stat.S_ISREG(mode):
-                yield name
+                names.append(name)
             elif stat.S_ISDIR(mode) and not entry.is_symlink():
-                yield from walk(Path(entry.path), relative)
+                folders.append((Path(entry.path), relative))
             else:
                 what = "a linked folder" if stat.S_ISDIR(mode) else "not a regular file"
                 raise InvalidCheckpoint(name, what, expected="files and folders only")
-
-    return list(walk(root, PurePosixPath()))
+    return sorted(names)
 
 
 def _is_utf8(name: str) -> bool:
@@ -155,13 +180,7 @@ def _is_utf8(name: str) -> bool:
     return True
 
 
-def _read_config(root: Path, files: list[str]) -> tuple[bytes, dict[str, Any]]:
-    if CONFIG_NAME not in files:
-        raise InvalidCheckpoint(
-            CONFIG_NAME,
-            "missing",
-            hint="a checkpoint directory holds config.json and *.safetensors",
-        )
+def _read_config(root: Path) -> tuple[bytes, dict[str, Any]]:
     raw, config = read_object(root / CONFIG_NAME, CONFIG_NAME)
     quantization = config.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD:

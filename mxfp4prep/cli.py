@@ -33,6 +33,7 @@ app = typer.Typer(
     name="mxfp4prep",
     help="Prepare AMD Quark MXFP4 checkpoints for AITER's GEMMs: audit, convert, prove, undo.",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # plain help: Rich's cuts the names of options on narrow terminals
 )
 
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _stoppable(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            # torch says so where numpy is missing, which nothing here needs
+            warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
             code = _run(list(sys.argv[1:] if argv is None else argv))
         streams.emit("")  # what Typer printed may still wait in the buffer
     except (KeyboardInterrupt, typer.Abort):

@@ -52,7 +52,8 @@ def audit(
     else:
         from mxfp4prep.report.audit_text import audit_text
 
-        voice.print_text(lambda screen: audit_text(found, decisions, screen, _word(source)))
+        words = " ".join([_word(source), *(f"--parallel {shlex.quote(r)}" for r in parallel or ())])
+        voice.print_text(lambda screen: audit_text(found, decisions, screen, printable(words)))
     paths = {verdict.path for verdicts in decisions.values() for verdict in verdicts.values()}
     bad = {"impossible": {"impossible"}, "triton": {"impossible", "triton"}, "never": set()}
     errors = fail_on is not o.FailOn.never and any(f.severity == "error" for f in found.findings)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mxfp4prep import __version__
+from mxfp4prep import __version__, io
 from mxfp4prep.alignment import RULE_VERSION
-from mxfp4prep.checkpoint import Checkpoint
-from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME
+from mxfp4prep.checkpoint import Checkpoint, hub_origin
+from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, format_object
 from mxfp4prep.errors import IOFailed, Unsupported
 from mxfp4prep.findings import Finding
 from mxfp4prep.manifest import (
@@ -75,7 +75,7 @@ class _Written:
 def default_output(model_dir: Path) -> Path:
     """`<MODEL_DIR>-mxfp4prep` beside it; for a Hub cache snapshot, in the current directory."""
     root = model_dir.resolve()
-    repo, _ = _hub_origin(root)
+    repo, _ = hub_origin(root)
     if repo is not None:
         return Path.cwd() / f"{repo.rpartition('/')[2]}-mxfp4prep"
     return root.parent / f"{root.name}-mxfp4prep"
@@ -103,7 +103,7 @@ def convert(
     _check_free_space(out, plan, checkpoint)
     written = _Written()
     cancel = Cancel(progress)
-    with staged(out) as stage:
+    with staged(out, replace=overwrite) as stage:
         jobs = [
             _shard_job(shard, stage, written, cancel)
             for shard in sorted(plan.shards, key=lambda shard: (-shard.nbytes, shard.shard.name))
@@ -172,7 +172,7 @@ def _write_json_files(plan: Plan, stage: Path, written: _Written) -> None:
             originals[INDEX_NAME] = checkpoint.index_bytes
             written.add(write_file(stage, INDEX_NAME, index, "index"))
     if SUMS_NAME in checkpoint.side_files:
-        originals[SUMS_NAME] = (checkpoint.root / SUMS_NAME).read_bytes()
+        originals[SUMS_NAME] = io.read_bytes(checkpoint.root / SUMS_NAME)
     for name, raw in sorted(written.headers.items()):
         originals[name + HEADER_SUFFIX] = raw
     for name, raw in originals.items():
@@ -188,7 +188,7 @@ def prepared_config(config: Mapping[str, Any]) -> bytes:
         "manifest": MANIFEST_NAME,
         "source_quantization_config": config["quantization_config"],
     }
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    return format_object(document)
 
 
 def _prepared_index(checkpoint: Checkpoint) -> bytes | None:
@@ -203,7 +203,7 @@ def _prepared_index(checkpoint: Checkpoint) -> bytes | None:
         "metadata": {**checkpoint.index_metadata, "total_size": total},
         "weight_map": {name: checkpoint.shard_of[name].name for name in sorted(checkpoint.tensors)},
     }
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    return format_object(document)
 
 
 def _write_manifest(plan: Plan, stage: Path, written: _Written) -> Manifest:
@@ -215,13 +215,13 @@ def _write_manifest(plan: Plan, stage: Path, written: _Written) -> Manifest:
     digests_file = write_file(stage, DIGESTS_NAME, raw, "digests")
     written.add(digests_file)
     checkpoint = plan.survey.checkpoint
-    repo, commit = _hub_origin(checkpoint.root)
+    repo, commit = hub_origin(checkpoint.root)
     index = checkpoint.index_bytes
     manifest = Manifest(
         schema_version=1,
         tool_version=__version__,
         source=SourceRecord(
-            name=repo.rpartition("/")[2] if repo else checkpoint.name,
+            name=checkpoint.name,
             repo=repo,
             commit=commit,
             config_sha256=_sha256(checkpoint.config_bytes),
@@ -280,25 +280,17 @@ def _refuse_reserved_names(checkpoint: Checkpoint) -> None:
 
 
 def _check_free_space(out: Path, plan: Plan, checkpoint: Checkpoint) -> None:
-    side = sum((checkpoint.root / name).stat().st_size for name in checkpoint.side_files)
+    side = sum(io.path_size(checkpoint.root / name) for name in checkpoint.side_files)
     needed = plan.nbytes + side + SPARE_NBYTES
     free = shutil.disk_usage(out.parent).free
     if free < needed:
         raise IOFailed(
             out.parent,
             "not enough room for the output",
-            found=f"{free / 1e9:.1f} GB free",
-            expected=f"{needed / 1e9:.1f} GB",
+            found=f"{free / 1e6:,.0f} MB free",
+            expected=f"{needed / 1e6:,.0f} MB, of which {SPARE_NBYTES / 1e6:,.0f} are to spare",
             hint="choose another disk with -o",
         )
-
-
-def _hub_origin(root: Path) -> tuple[str | None, str | None]:
-    """(repo id, commit) when `root` is a snapshot in the Hugging Face cache, else (None, None)."""
-    repo = root.parent.parent.name
-    if root.parent.name == "snapshots" and repo.startswith("models--"):
-        return repo.removeprefix("models--").replace("--", "/", 1), root.name
-    return None, None
 
 
 def _sha256(raw: bytes) -> str:

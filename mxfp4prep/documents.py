@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ def read_object(path: Path, name: str) -> tuple[bytes, dict[str, Any]]:
     """The bytes of the JSON file at `path`, called `name` in errors, and the object in them."""
     raw = io.read_bytes(path, limit=JSON_LIMIT)
     return raw, parse_object(raw, name)
+
+
+def format_object(document: Mapping[str, Any]) -> bytes:
+    """`document` as indented JSON in UTF-8; in ASCII where UTF-8 cannot hold a lone surrogate."""
+    try:
+        return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:

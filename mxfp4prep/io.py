@@ -101,6 +101,19 @@ def file_size(fd: int, where: object = "file") -> int:
         return os.fstat(fd).st_size
 
 
+def signature(fd: int, where: object = "file") -> tuple[int, int]:
+    """Size and time of the last change of an open file: differs once somebody has written to it."""
+    with _failing_as(where):
+        status = os.fstat(fd)
+        return status.st_size, status.st_mtime_ns
+
+
+def path_size(path: Path) -> int:
+    """The size in bytes of the file at `path`."""
+    with _failing_as(path):
+        return os.stat(path).st_size
+
+
 def pread_into(fd: int, view: memoryview, offset: int, where: object) -> None:
     """Fills the whole of `view` (contiguous memory) with the file's bytes from `offset` on.
 

@@ -32,6 +32,8 @@ that spells them is 49 MB, one that does not is under 30 MB."""
 LayoutId = Literal["raw", "tile16x16", "tile32x8", "transposed"]
 PathName = Literal["asm", "triton"]
 VerdictName = Literal["asm", "triton", "impossible"]
+Code = Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
+Degree = Annotated[str, Field(pattern=r"^[1-9][0-9]*$")]
 SchemeName = Literal["w4a4", "w4a16", "w4a8", "w4a6"]
 
 
@@ -135,9 +137,9 @@ class LayerRecord(_Record):
     experts: int | None
     gate_up: Literal["interleaved", "concatenated"] | None
     path: PathName
-    reasons: list[str]
-    hazards: list[str]
-    verdict: dict[str, VerdictName]
+    reasons: list[Code]
+    hazards: list[Code]
+    verdict: dict[Degree, VerdictName]
     weight: StoredTensor
     scale: StoredTensor
     bias: str | None
@@ -155,7 +157,7 @@ class CopiedTensor(_Record):
 class FindingRecord(_Record):
     """Something noticed while reading the source, kept for whoever serves the result."""
 
-    code: str
+    code: Code
     severity: Literal["error", "warning", "note"]
     where: str
     message: str

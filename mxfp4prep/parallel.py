@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from mxfp4prep.errors import CannotShard, UsageError
+from mxfp4prep.errors import CannotShard, InvalidCheckpoint, UsageError
 
 Parallel = Literal["column", "row", "qkv", "merged", "replicated", "expert", "unknown"]
 Kind = Literal["linear", "expert", "shared_expert"]
@@ -44,13 +44,22 @@ class Topology(NamedTuple):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Topology:
-        """The text model's head counts from a Hugging Face config.json (nested text_config too)."""
+        """The text model's head counts from a Hugging Face config.json (nested text_config too).
+
+        Raises InvalidCheckpoint for a count that is none.
+        """
         nested = config.get("text_config")
         text = nested if isinstance(nested, Mapping) else config
 
         def count(key: str) -> int:
             value = text.get(key)
-            return value if isinstance(value, int) and not isinstance(value, bool) else 0
+            if value is None:
+                return 0
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InvalidCheckpoint(
+                    f"config.json: {key}", "not a count", found=repr(value), expected="a number"
+                )
+            return value
 
         heads = count("num_attention_heads")
         model_type = text.get("model_type", config.get("model_type"))
@@ -226,9 +235,15 @@ def assign_roles(
 
 
 def _role(name: str, rules: Sequence[tuple[str, Parallel]]) -> Role:
+    role = _table_role(name)
     for pattern, kind in rules:
         if fnmatch.fnmatchcase(name, pattern):
-            return Role(kind)
+            # A rule that says what the table says keeps what else the table knows.
+            return role if role.parallel == kind else Role(kind)
+    return role
+
+
+def _table_role(name: str) -> Role:
     parent, _, leaf = name.rpartition(".")
     entry = _LEAVES.get(leaf)
     if entry is None or _VISION.search(name):

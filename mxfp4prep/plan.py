@@ -14,7 +14,7 @@ from typing import Literal
 from mxfp4prep.alignment import Verdict
 from mxfp4prep.checkpoint import Shard
 from mxfp4prep.collector import collector_paused
-from mxfp4prep.errors import Unsupported
+from mxfp4prep.errors import InvalidCheckpoint, Unsupported, UsageError
 from mxfp4prep.findings import Finding
 from mxfp4prep.layouts import LAYOUTS, PATHS
 from mxfp4prep.manifest import LayoutId, PathName
@@ -105,13 +105,20 @@ def make_plan(
              when any layer would be triton · triton: every layer triton
     keep     globs over layer names; those layers stay raw
 
-    Raises Unsupported when `layout` is "asm" and a layer cannot be.
+    Raises InvalidCheckpoint for a finding that is an error and for a bias or input scale that no
+    runtime could use, UsageError for a pattern that matches nothing, Unsupported when `layout` is
+    "asm" and a layer cannot be.
     """
     findings = list(survey.findings)
-    kept = _match_keep(survey, keep, findings)
+    for finding in findings:
+        if finding.severity == "error":
+            raise InvalidCheckpoint(finding.where, finding.message, hint="see `mxfp4prep audit`")
+    _check_companions(survey)
+    kept = _match_keep(survey, keep)
     decided = {degree: survey.decided(degree) for degree in survey.tp}
     own = {item.layer.name: _own_reasons(item, tp, layout, kept) for item in survey.layers}
     group_reasons = _group_reasons(survey, tp, own)
+    mixed = {member for group in survey.groups if group.mixed for member in group.members}
     layers = []
     for item in survey.layers:
         name = item.layer.name
@@ -120,6 +127,7 @@ def make_plan(
         weight_layout, scale_layout = PATHS["kept" if name in kept else path]
         verdicts = {degree: decided[degree][name] for degree in survey.tp}
         hazards = tuple(dict.fromkeys(h for v in item.verdicts.values() for h in v.hazards))
+        hazards += ("mixed_group",) if name in mixed else ()
         layers.append(
             LayerPlan(
                 item.layer, item.role, path, reasons, hazards, verdicts, weight_layout, scale_layout
@@ -127,9 +135,33 @@ def make_plan(
         )
     if layout == "asm":
         _refuse_triton(layers)
-    findings += _impossible_findings(layers, tp)
+    findings += _impossible_findings(survey, tp)
     shards = _plan_shards(survey, layers)
     return Plan(survey, tuple(tp), layout, tuple(keep), tuple(layers), shards, tuple(findings))
+
+
+FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
+
+
+def _check_companions(survey: Survey) -> None:
+    """Biases and input scales must be of a dtype and shape that a GEMM can take."""
+    tensors = survey.checkpoint.tensors
+    for item in survey.layers:
+        layer = item.layer
+        bank = () if layer.experts is None else (layer.experts,)
+        shapes = {(*bank, layer.n)}
+        scales = {(), bank or (1,)}
+        for name, allowed in ((layer.bias, shapes), (layer.input_scale, scales)):
+            entry = tensors.get(name) if name is not None else None
+            if entry is None:
+                continue
+            if entry.dtype not in FLOAT_DTYPES or entry.shape not in allowed:
+                raise InvalidCheckpoint(
+                    f"{survey.checkpoint.shard_of[entry.name].name}: {entry.name}",
+                    "cannot go with its layer",
+                    found=f"{entry.dtype} {list(entry.shape)}",
+                    expected=f"BF16, F16 or F32 {' or '.join(str(list(s)) for s in allowed)}",
+                )
 
 
 def _own_reasons(
@@ -164,19 +196,18 @@ def _group_reasons(
     return reasons
 
 
-def _match_keep(survey: Survey, keep: Sequence[str], findings: list[Finding]) -> frozenset[str]:
+def _match_keep(survey: Survey, keep: Sequence[str]) -> frozenset[str]:
     kept: set[str] = set()
+    names = [item.layer.name for item in survey.layers]
     for pattern in keep:
-        matched = {
-            item.layer.name
-            for item in survey.layers
-            if fnmatch.fnmatchcase(item.layer.name, pattern)
-        }
+        matched = fnmatch.filter(names, pattern)
         if not matched:
-            findings.append(
-                Finding("keep_unmatched", "warning", f"--keep {pattern}", "matches no MXFP4 layer")
+            raise UsageError(
+                f"--keep {pattern}",
+                "matches no MXFP4 layer",
+                hint=f"patterns match the whole name, for example '*{pattern.strip('*')}'",
             )
-        kept |= matched
+        kept.update(matched)
     return frozenset(kept)
 
 
@@ -192,22 +223,28 @@ def _refuse_triton(layers: Sequence[LayerPlan]) -> None:
         )
 
 
-def _impossible_findings(layers: Sequence[LayerPlan], tp: Sequence[int]) -> list[Finding]:
-    findings = []
-    for degree in tp:
-        stuck = [plan for plan in layers if plan.verdicts[degree].path == "impossible"]
-        if stuck:
-            findings.append(
-                Finding(
-                    "impossible",
-                    "warning",
-                    stuck[0].layer.name,
-                    f"{len(stuck)} layers cannot be split at tp {degree}: "
-                    f"{stuck[0].verdicts[degree].detail}; stored on the Triton path, "
-                    "loading at that degree is refused",
-                )
-            )
-    return findings
+def _impossible_findings(survey: Survey, tp: Sequence[int]) -> list[Finding]:
+    stuck = {
+        degree: [item for item in survey.layers if item.verdicts[degree].path == "impossible"]
+        for degree in tp
+    }
+    stuck = {degree: items for degree, items in stuck.items() if items}
+    if not stuck:
+        return []
+    degree, items = next(iter(stuck.items()))
+    counts = ", ".join(
+        f"{len(items)} layer{'s' if len(items) > 1 else ''} at tp {degree}"
+        for degree, items in stuck.items()
+    )
+    return [
+        Finding(
+            "impossible",
+            "warning",
+            items[0].layer.name,
+            f"cannot be split: {counts} ({items[0].verdicts[degree].detail}); stored on the Triton "
+            "path, and loading them at those degrees is refused",
+        )
+    ]
 
 
 def _plan_shards(survey: Survey, layers: Sequence[LayerPlan]) -> tuple[ShardPlan, ...]:

@@ -94,7 +94,7 @@ def _check_names(manifest: Manifest) -> None:
     """File names come from a file: none may lead out of the directory."""
     for name in [record.name for record in manifest.files] + [manifest.digests.name]:
         parts = name.split("/")
-        if "\\" in name or "\0" in name or {"", ".", ".."} & set(parts):
+        if "\0" in name or {"", ".", ".."} & set(parts):
             raise InvalidManifest(
                 MANIFEST_NAME, "a file name", found=repr(name), expected="a path inside"
             )

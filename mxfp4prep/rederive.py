@@ -37,12 +37,19 @@ def can_rederive(prepared: PreparedFiles) -> bool:
     return (manifest.tool_version, manifest.target.rule_version) == (__version__, RULE_VERSION)
 
 
+SHAPES = frozenset({"n", "k", "experts"})
+"""What a way back relies on: the sizes that the shapes of the source lead to."""
+
+
 def disagreements(
-    prepared: PreparedFiles, shards: Mapping[str, tuple[Header, list[TensorPlan]]]
+    prepared: PreparedFiles,
+    shards: Mapping[str, tuple[Header, list[TensorPlan]]],
+    fields: frozenset[str] | None = None,
 ) -> Iterator[Disagreement]:
     """Every layer and copied tensor of which the manifest says something else than the plan.
 
     shards   by file name: the prepared header, and its tensors with their source's shapes
+    fields   only these fields of a layer; None compares them all
 
     Raises what planning raises, for a source that this version refuses.
     """
@@ -60,10 +67,12 @@ def disagreements(
         if record == found:
             continue
         wanted, given = record.model_dump(), found.model_dump()
-        for key in wanted:
+        for key in fields or wanted:
             if wanted[key] != given[key]:
                 what = f"{key}: found {given[key]}, the plan made again has {wanted[key]}"
                 yield Disagreement(found.weight.file, found.name, what)
+    if fields is not None:
+        return
     for name, record in expected.items():
         yield Disagreement(record.weight.file, name, "the manifest lacks this layer")
     copied = {record.name: record for record in copied_records(plan)}

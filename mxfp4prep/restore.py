@@ -6,14 +6,16 @@ had; headers are spelled as the source spelled them. Staged and published like a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mxfp4prep.consistency import misplaced
 from mxfp4prep.errors import IntegrityError
 from mxfp4prep.manifest import HEADER_SUFFIX, MANIFEST_NAME, SOURCE_DIR, FileRecord
 from mxfp4prep.prepared import PreparedFiles, open_prepared, read_digests
-from mxfp4prep.rederive import can_rederive, disagreements
+from mxfp4prep.rederive import SHAPES, can_rederive, disagreements
 from mxfp4prep.rewrite import copy_file, part_path, rewrite, settle
 from mxfp4prep.staging import check_output, staged
 from mxfp4prep.undo import shard_tensors, source_header
@@ -50,7 +52,9 @@ def restore(
     files = open_prepared(prepared)
     check_output(out, files.root)
     digests = read_digests(files)
-    _refuse_other_plan(files)
+    for name, what in misplaced({record.name: record for record in files.manifest.files}):
+        raise IntegrityError(name, what, hint="see all that differs with `mxfp4prep verify`")
+    _refuse_other_shapes(files)
     originals = {
         record.name.removeprefix(f"{SOURCE_DIR}/"): record for record in files.files("original")
     }
@@ -72,12 +76,28 @@ def restore(
     return RestoreReport(out, len(written), sum(written))
 
 
-def _refuse_other_plan(files: PreparedFiles) -> None:
-    """Raises IntegrityError when the manifest does not describe what planning would have done."""
+def _refuse_other_shapes(files: PreparedFiles) -> None:
+    """Raises IntegrityError when a layer's shapes are not those its bytes and config lead to.
+
+    Digests hold the bytes of tensors; the shapes in a restored header come from the manifest.
+    Decisions that do not change the way back (how an engine cuts a layer) are not looked at.
+    """
+    shards = {record.name: shard_tensors(files, record) for record in files.files("shard")}
+    for layer in files.manifest.layers:
+        rows = layer.n * (layer.experts or 1)
+        for stored, cols in ((layer.weight, layer.k // 2), (layer.scale, -(-layer.k // 32))):
+            shape = tuple(stored.source_shape)
+            if math.prod(shape) != rows * cols or shape[-1:] != (cols,) or min(shape) < 1:
+                raise IntegrityError(
+                    MANIFEST_NAME,
+                    f"source_shape of {stored.tensor}",
+                    found=list(shape),
+                    expected=f"{rows} rows of {cols} bytes",
+                    hint="see all that differs with `mxfp4prep verify`",
+                )
     if not can_rederive(files):
         return
-    shards = {record.name: shard_tensors(files, record) for record in files.files("shard")}
-    for place in disagreements(files, shards):
+    for place in disagreements(files, shards, SHAPES):
         raise IntegrityError(
             MANIFEST_NAME,
             f"{place.name}: {place.what}",
@@ -95,14 +115,18 @@ def _copy_back(
 ) -> int:
     done = copy_file(files.root / record.name, stage, name, "side", cancel)
     if done.sha256 != record.sha256:
-        raise IntegrityError(
-            record.name,
-            "is not the file that was prepared: sha256",
-            found=done.sha256,
-            expected=record.sha256,
-            hint="find out which files are damaged with `mxfp4prep verify`",
-        )
+        raise _other_file(record, done.sha256)
     return done.nbytes
+
+
+def _other_file(record: FileRecord, found: str | None) -> IntegrityError:
+    return IntegrityError(
+        record.name,
+        "is not the file that was prepared: sha256",
+        found=found,
+        expected=record.sha256,
+        hint="find out which files are damaged with `mxfp4prep verify`",
+    )
 
 
 def _shard_job(
@@ -135,6 +159,8 @@ def _shard_job(
                     expected=expected,
                     hint="find out which files are damaged with `mxfp4prep verify`",
                 )
+        if found.file_sha256 != record.sha256:
+            raise _other_file(record, found.file_sha256)
         settle(stage, record.name)
         written.append(nbytes)
 

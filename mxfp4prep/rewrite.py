@@ -5,6 +5,7 @@ convert runs it forwards, restore backwards; verify reads without writing.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,15 @@ from pathlib import Path
 import xxhash
 
 from mxfp4prep import io
+from mxfp4prep.errors import IOFailed
 from mxfp4prep.manifest import FileRecord
 from mxfp4prep.plan import TensorPlan
 from mxfp4prep.sink import FileSink
 from mxfp4prep.stream import PIECE_NBYTES, Piece, Scratch, TakeBuffer, move
 from mxfp4prep.workers import Cancel
+
+PART = ".mxfp4prep.part"
+"""What an unfinished file's name ends in: no loader takes it, and no checkpoint has such files."""
 
 NAN_SCALE = 255
 """The E8M0 byte that means NaN (OCP MX v1.0, section 5.4.1)."""
@@ -24,11 +29,15 @@ NAN_SCALE = 255
 
 @dataclass(slots=True)
 class TensorDigests:
-    """xxh3_128 of a file's tensors as read and as made, and the NaN scale bytes seen."""
+    """xxh3_128 of a file's tensors as read and as made, and the NaN scale bytes seen.
+
+    file_sha256   of the whole file as read, on the way back only
+    """
 
     read: dict[str, str] = field(default_factory=dict)
     made: dict[str, str] = field(default_factory=dict)
     nan_scales: dict[str, int] = field(default_factory=dict)
+    file_sha256: str | None = None
 
 
 def rewrite(
@@ -47,22 +56,38 @@ def rewrite(
     tensors      in any order; read from `source` at data_start + offset
     header       the output's whole header
     inverse      False: source to prepared · True: prepared to source
+
+    Raises IOFailed when `source` changes meanwhile.
     """
     digests = TensorDigests()
     fd = io.open_read(source)
     try:
+        before = io.signature(fd, name)
+        whole = _begin_sha256(fd, data_start, name) if inverse else None
         with FileSink(target) as sink:
             sink.put(header)
             pieces = digested(
                 fd, name, data_start, tensors, digests, inverse=inverse, take=sink.take
             )
             for piece in pieces:
+                if whole is not None:
+                    whole.update(piece.read)
                 sink.put(piece.made, piece.buffer)
                 cancel.done(len(piece.read))
             nbytes, sha256 = sink.finish()
+        if io.signature(fd, name) != before:
+            raise IOFailed(name, "changed while it was being read", hint="run it again")
     finally:
         io.close(fd, name)
+    if whole is not None:
+        digests.file_sha256 = whole.hexdigest()
     return nbytes, sha256, digests
+
+
+def _begin_sha256(fd: int, data_start: int, name: str) -> hashlib._Hash:
+    header = memoryview(bytearray(data_start))
+    io.pread_into(fd, header, 0, name)
+    return hashlib.sha256(header)
 
 
 def digested(
@@ -132,7 +157,7 @@ def copy_file(source: Path, stage: Path, name: str, role: str, cancel: Cancel) -
 
 def settle(stage: Path, name: str) -> None:
     """Gives a finished `.part` file its own name."""
-    io.rename(stage / f"{name}.part", stage / name)
+    io.rename(stage / f"{name}{PART}", stage / name)
 
 
 def record(
@@ -152,7 +177,7 @@ def record(
 
 def part_path(stage: Path, name: str) -> Path:
     """Where a file is written before it is whole; makes its folders."""
-    path = stage / f"{name}.part"
+    path = stage / f"{name}{PART}"
     missing = [p for p in path.parents if p != stage and stage in p.parents and not p.is_dir()]
     for folder in reversed(missing):
         io.mkdir(folder)

@@ -45,7 +45,7 @@ class FileSink:
         self._started = 0
         self._error: BaseException | None = None
         self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
-        self._made = 0
+        self._under_way = threading.Semaphore(BUFFERS)
         self._full: queue.SimpleQueue[tuple[bytearray | None, bytes | memoryview] | None] = (
             queue.SimpleQueue()
         )
@@ -55,12 +55,13 @@ class FileSink:
     def take(self, nbytes: int) -> bytearray:
         """A buffer of at least `nbytes`; waits while all of them are under way."""
         self._check()
+        self._under_way.acquire()
         if nbytes > PIECE_NBYTES:
             return bytearray(nbytes)
-        if self._made < BUFFERS:
-            self._made += 1
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
             return bytearray(PIECE_NBYTES)
-        return self._free.get()
 
     def put(self, view: bytes | memoryview, buffer: bytearray | None = None) -> None:
         """Queues `view` for writing; `buffer`, if it came from `take`, returns to the pool."""
@@ -111,5 +112,7 @@ class FileSink:
             except BaseException as error:
                 self._error = error
             finally:
-                if buffer is not None and len(buffer) == PIECE_NBYTES:
-                    self._free.put(buffer)
+                if buffer is not None:
+                    if len(buffer) == PIECE_NBYTES:
+                        self._free.put(buffer)
+                    self._under_way.release()

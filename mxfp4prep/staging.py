@@ -10,20 +10,22 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mxfp4prep import io
-from mxfp4prep.errors import UnsafeOutput
-from mxfp4prep.manifest import MANIFEST_NAME
+from mxfp4prep.documents import JSON_LIMIT
+from mxfp4prep.errors import InvalidCheckpoint, IOFailed, UnsafeOutput
+from mxfp4prep.manifest import MANIFEST_NAME, SUMS_NAME, parse
 
 _OWNER = re.compile(r"([0-9a-f]{8})-(\d+)-(\d+)$")
 
 
-def check_output(out: Path, source: Path, *, overwrite: bool = False) -> None:
+def check_output(out: Path, source: Path, *, overwrite: bool | None = None) -> None:
     """Raises UnsafeOutput when `out` exists, contains or lies in `source`, or is a link.
 
-    overwrite   a directory that carries our manifest may be replaced; nothing else ever is
+    overwrite   a directory that carries our manifest, and only files that it lists, may be
+                replaced; None where the command has no such option
     """
     if out.is_symlink():
         raise UnsafeOutput(out, "is a link", hint="give the real path")
@@ -39,53 +41,76 @@ def check_output(out: Path, source: Path, *, overwrite: bool = False) -> None:
     if not out.exists():
         return
     if not overwrite:
+        raise _exists(out, overwrite)
+    strangers = _strangers(out)
+    if strangers:
         raise UnsafeOutput(
             out,
-            "exists already",
-            hint="choose another name, or --overwrite to replace a prepared checkpoint",
+            "holds files that no conversion has put there, --overwrite will not delete them",
+            found=", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else ""),
+            hint="move them elsewhere first",
         )
-    if not (out.is_dir() and (out / MANIFEST_NAME).is_file()):
+
+
+def _exists(out: Path, overwrite: bool | None) -> UnsafeOutput:
+    hint = "choose another name"
+    if overwrite is not None:
+        hint += ", or --overwrite to replace a prepared checkpoint"
+    return UnsafeOutput(out, "exists already", hint=hint)
+
+
+def _strangers(out: Path) -> list[str]:
+    """Files in a prepared directory that its manifest does not list."""
+    try:
+        manifest = parse(io.read_bytes(out / MANIFEST_NAME, limit=JSON_LIMIT))
+    except (InvalidCheckpoint, IOFailed):
         raise UnsafeOutput(
             out,
-            f"is not a prepared checkpoint (no {MANIFEST_NAME}): --overwrite will not touch it",
+            f"is not a prepared checkpoint (no readable {MANIFEST_NAME}): --overwrite will not "
+            "touch it",
             hint="remove it yourself if you are sure",
-        )
+        ) from None
+    known = {record.name for record in manifest.files} | {MANIFEST_NAME, SUMS_NAME}
+    found = (path for path in out.rglob("*") if not path.is_dir() or path.is_symlink())
+    return sorted({path.relative_to(out).as_posix() for path in found} - known)
 
 
 @contextmanager
-def staged(out: Path) -> Iterator[Path]:
+def staged(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """A fresh folder beside `out`; when the block ends well it becomes `out`, else it vanishes.
 
-    An `out` that exists (checked by `check_output`) is replaced. Raises UnsafeOutput when a
-    living process is writing the same output.
+    replace   an `out` that exists by then (see `check_output`) makes way; otherwise it is safe
+
+    Raises UnsafeOutput when a living process is writing the same output, or `out` has appeared.
     """
+    out = out.resolve()  # a path through `out` itself would lead nowhere once it is set aside
     prefix = f".{out.name}.mxfp4prep-"
     _sweep(out, prefix)
+    if out.exists() and not replace:
+        raise _exists(out, None)
     me = f"{_host()}-{os.getpid()}-{_started(os.getpid())}"
-    stage = out.parent / (prefix + me)
-    io.mkdir(stage)
+    stage, aside = out.parent / (prefix + me), out.parent / f"{prefix}old-{me}"
     try:
+        io.mkdir(stage)
         _sweep(out, prefix, mine=stage)
         yield stage
         io.fsync_dir(stage)
-        _publish(stage, out, out.parent / f"{prefix}old-{me}")
-    except BaseException:
-        io.rmtree(stage)
-        raise
-    io.fsync_dir(out.parent)
-
-
-def _publish(stage: Path, out: Path, aside: Path) -> None:
-    if not out.exists():
+        if replace and out.exists():
+            io.rename(out, aside)
+        elif out.exists() or out.is_symlink():
+            raise _exists(out, None)  # noqa: TRY301
         io.rename(stage, out)
-        return
-    io.rename(out, aside)
-    try:
-        io.rename(stage, out)
+        io.fsync_dir(out.parent)
     except BaseException:
-        io.rename(aside, out)
+        if stage.exists():  # not published
+            if aside.exists() and not out.exists():
+                io.rename(aside, out)
+            io.rmtree(stage)
         raise
-    io.rmtree(aside)
+    finally:
+        # The old output goes last: should this fail or be interrupted, a later run sweeps it.
+        if aside.exists() and out.exists():
+            io.rmtree(aside)
 
 
 def _sweep(out: Path, prefix: str, mine: Path | None = None) -> None:
@@ -113,8 +138,11 @@ def _escape(text: str) -> str:
 
 
 def _host() -> str:
-    """Eight hex digits for this machine's name: folders of other hosts are never swept."""
-    return hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
+    """Eight hex digits for this machine and process namespace: others' folders are never swept."""
+    name = os.uname().nodename
+    with suppress(OSError):
+        name += str(Path("/proc/self/ns/pid").readlink())
+    return hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
 def _started(pid: int) -> int:

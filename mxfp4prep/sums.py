@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+
+_ESCAPES = {"n": "\n", "r": "\r", "\\": "\\"}
 
 
 def format_sums(sums: Mapping[str, str]) -> bytes:
@@ -28,6 +31,6 @@ def parse_sums(raw: bytes) -> dict[str, str]:
             sums[line] = ""
             continue
         if escaped:
-            name = name.replace("\\n", "\n").replace("\\r", "\r").replace("\\\\", "\\")
+            name = re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[0]), name)
         sums[name] = sha256
     return sums

@@ -5,6 +5,7 @@ The survey is what audit prints and what the plan decides from.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,6 +92,13 @@ def survey(
     topology = Topology.from_config(checkpoint.config)
     classified = classify(checkpoint.tensors, checkpoint.config, topology)
     names = [layer.name for layer in classified.layers]
+    for pattern, kind in rules:
+        if not fnmatch.filter(names, pattern):
+            raise UsageError(
+                f"--parallel {pattern}={kind}",
+                "matches no MXFP4 layer",
+                hint=f"patterns match the whole name, for example '*{pattern.strip('*')}={kind}'",
+            )
     roles = assign_roles([*names, *classified.others], rules)
     layers = tuple(_survey_layers(classified.layers, roles, topology, degrees))
     groups = tuple(_survey_groups(layers, classified.others, roles, degrees))
@@ -173,7 +181,10 @@ def _strictest(verdicts: Sequence[Verdict]) -> Verdict:
     worst = verdicts[0]
     for verdict in verdicts[1:]:
         worst = stricter(worst, verdict)
-    return worst._replace(reasons=(*worst.reasons, "mixed_group"), scale_shard=None)
+    path = "triton" if worst.path == "asm" else worst.path
+    return worst._replace(
+        path=path, reasons=(*worst.reasons, "mixed_group"), scale_shard=None, hazards=()
+    )
 
 
 def _replication_findings(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from mxfp4prep import io
 from mxfp4prep.documents import JSON_LIMIT
-from mxfp4prep.errors import InvalidManifest
+from mxfp4prep.errors import IntegrityError, InvalidManifest
 from mxfp4prep.layouts import LAYOUTS
 from mxfp4prep.manifest import (
     HEADER_SUFFIX,
@@ -78,7 +80,17 @@ def source_header(
 ) -> bytes:
     """The safetensors header, length bytes and all, that this shard had in the source."""
     if record.source_header == "stored":
-        path = prepared.root / SOURCE_DIR / f"{record.name}{HEADER_SUFFIX}"
-        return io.read_bytes(path, limit=JSON_LIMIT)
+        name = f"{SOURCE_DIR}/{record.name}{HEADER_SUFFIX}"
+        raw = io.read_bytes(prepared.root / name, limit=JSON_LIMIT)
+        expected = {original.name: original.sha256 for original in prepared.files("original")}
+        found = hashlib.sha256(raw).hexdigest()
+        if found != expected.get(name):
+            raise IntegrityError(
+                name,
+                "is not the header that was kept: sha256",
+                found=found,
+                expected=expected.get(name),
+            )
+        return raw
     metadata = None if record.source_header == "no_metadata" else header.metadata
     return encode_header([tensor.source for tensor in tensors], metadata)

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
 from mxfp4prep import io
 from mxfp4prep.checkpoint import list_files
+from mxfp4prep.consistency import contradictions
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, JSON_LIMIT
 from mxfp4prep.errors import InvalidCheckpoint, Mxfp4PrepError, UsageError
 from mxfp4prep.manifest import (
@@ -33,7 +36,7 @@ from mxfp4prep.rederive import can_rederive, disagreements
 from mxfp4prep.rewrite import TensorDigests, digested
 from mxfp4prep.safefile import Header
 from mxfp4prep.stream import PIECE_NBYTES, Scratch
-from mxfp4prep.sums import parse_sums
+from mxfp4prep.sums import format_sums, parse_sums
 from mxfp4prep.undo import shard_tensors, source_header
 from mxfp4prep.workers import Cancel, Progress, run_jobs, worker_count
 
@@ -112,6 +115,7 @@ def verify(
     jobs = [_file_job(run, record) for record in sorted(whole, key=lambda r: -r.nbytes)]
     run_jobs(jobs, worker_count(workers), run.cancel)
     _check_coverage(run)
+    _check_small_files(run)
     _check_plan(run)
     _check_source_listing(run)
     return VerifyReport(
@@ -160,14 +164,21 @@ def _check_sums(run: _Run) -> None:
         return
     expected = {record.name: record.sha256 for record in run.files.manifest.files}
     expected[MANIFEST_NAME] = hashlib.sha256(run.files.manifest_bytes).hexdigest()
-    found = parse_sums(io.read_bytes(path, limit=JSON_LIMIT))
+    raw = io.read_bytes(path, limit=JSON_LIMIT)
+    if raw == format_sums(expected):
+        return
+    found = parse_sums(raw)
+    if found == expected:
+        run.say(SUMS_NAME, "is not spelled as it was written")
     for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            where = MANIFEST_NAME if name == MANIFEST_NAME else SUMS_NAME
+        if expected.get(name) == found.get(name):
+            continue
+        listed = found.get(name, "nothing")
+        if name == MANIFEST_NAME:
+            run.say(name, f"sha256: found {expected[name]}, {SUMS_NAME} has {listed}")
+        else:
             run.say(
-                where,
-                f"sha256 of {name}: found {found.get(name, 'none')} in {SUMS_NAME}, "
-                f"expected {expected.get(name, 'none')}",
+                SUMS_NAME, f"{name}: found {listed}, the manifest has {expected.get(name, 'none')}"
             )
 
 
@@ -179,7 +190,7 @@ def _file_job(run: _Run, record: FileRecord) -> Callable[[], None]:
             elif run.level != "quick":
                 _check_file(run, record)
         except Mxfp4PrepError as error:
-            run.say(record.name, str(error))
+            run.say(record.name, str(error).removeprefix(f"{record.name}: "))
 
     return job
 
@@ -228,6 +239,7 @@ def _check_shard(run: _Run, record: FileRecord) -> None:
     header, tensors = shard_tensors(run.files, record)
     run.tensors += len(tensors)
     run.shards[record.name] = header, tensors
+    _ask_safetensors(run, record, tensors)
     if run.level == "quick":
         return
     against = _source_shard(run, record, header, tensors)
@@ -262,6 +274,18 @@ def _check_shard(run: _Run, record: FileRecord) -> None:
     if against is not None:
         for name in against.different(tensors):
             run.say(record.name, "the inverse differs from the source's bytes", name)
+
+
+def _ask_safetensors(run: _Run, record: FileRecord, tensors: list[TensorPlan]) -> None:
+    """A second reader, the one that everybody uses, finds the same tensors in the file."""
+    try:
+        with safe_open(run.files.root / record.name, framework="pt") as opened:
+            found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        run.say(record.name, f"safetensors cannot read it: {error}")
+        return
+    if found != {tensor.stored.name: tensor.stored.shape for tensor in tensors}:
+        run.say(record.name, "safetensors reads other tensors or shapes than the header says")
 
 
 def _source_shard(
@@ -316,6 +340,16 @@ def _check_coverage(run: _Run) -> None:
     for name in sorted(named ^ run.digests.keys()):
         where = "has no digest" if name in named else "has a digest but is not in the manifest"
         run.say(DIGESTS_NAME, where, name)
+
+
+def _check_small_files(run: _Run) -> None:
+    """config.json, the index and the roles of files agree with the originals and the shards."""
+    shard_of = {
+        tensor.stored.name: name for name, (_, tensors) in run.shards.items() for tensor in tensors
+    }
+    if run.shards.keys() == {record.name for record in run.files.files("shard")}:
+        for file, what in contradictions(run.files, shard_of):
+            run.say(file, what)
 
 
 def _check_plan(run: _Run) -> None:

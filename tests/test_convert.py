@@ -27,12 +27,14 @@ from mxfp4prep.checkpoint import open_checkpoint
 from mxfp4prep.convert import convert, default_output
 from mxfp4prep.errors import (
     IntegrityError,
+    InvalidCheckpoint,
     IOFailed,
     LayoutError,
     UnsafeOutput,
     Unsupported,
     UsageError,
 )
+from mxfp4prep.parallel import parse_rules
 from mxfp4prep.plan import make_plan, surveyed_degrees
 from mxfp4prep.restore import restore
 from mxfp4prep.survey import survey
@@ -378,7 +380,10 @@ class TestOutputSafety:
 
     def test_overwrite_replaces_a_prepared_checkpoint(self, small, tmp_path):
         out = converted(small, tmp_path / "out", layout="triton").out
-        (out / "extra").write_text("x")
+        (out / "notes.txt").write_text("x")
+        with pytest.raises(UnsafeOutput, match=r"will not delete them: found notes\.txt"):
+            convert(planned(small), out, overwrite=True)
+        (out / "notes.txt").unlink()
         convert(planned(small), out, overwrite=True)
         assert verify(out).problems == ()
         assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
@@ -428,6 +433,89 @@ class TestOutputSafety:
         with pytest.raises(IOFailed, match="not enough room"):
             converted(small, tmp_path / "out")
         assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_file_of_the_manifests_name_makes_no_prepared_checkpoint(small, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for content in ("", "{}"):
+        (out / "mxfp4prep.json").write_text(content)
+        with pytest.raises(UnsafeOutput, match="is not a prepared checkpoint"):
+            convert(planned(small), out, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.float32, (3,)), (torch.int64, (512,)), (torch.float64, (512,))]
+)
+def test_a_bias_that_cannot_go_with_its_layer_is_refused(tmp_path, dtype, shape):
+    extra = {"model.layers.0.self_attn.o_proj.bias": torch.ones(shape, dtype=dtype)}
+    root = write_checkpoint(tmp_path / "m", LINEARS, extra=extra)
+    with pytest.raises(InvalidCheckpoint, match=r"o_proj\.bias: cannot go with its layer"):
+        converted(root, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "rules", [["*.k_proj=qkv"], ["*qkv_proj=qkv"], ["*.k_proj=column", "*.v_proj=column"]]
+)
+def test_what_a_rule_says_holds_when_loading_too(tmp_path, rules):
+    import mxfp4prep
+
+    at = "model.layers.0.self_attn"
+    linears = {f"{at}.{p}_proj": (n, 256) for p, n in (("q", 512), ("k", 128), ("v", 128))}
+    linears["model.layers.1.self_attn.qkv_proj"] = (768, 256)
+    root = write_checkpoint(tmp_path / "m", linears)
+    surveyed = survey(open_checkpoint(root), (1, 4), parse_rules(rules))
+    out = convert(make_plan(surveyed, (1,), "triton"), tmp_path / "out").out
+    prepared = mxfp4prep.load(out, tp_rank=1, tp_size=4)
+    for item in surveyed.layers:
+        assert prepared[item.layer.name].n == item.verdicts[4].scale_shard[0], item.layer.name
+
+
+@pytest.mark.parametrize("name", ["back\\slash.txt", "a\\nb", "new\nline"])
+def test_odd_side_file_names_go_there_and_back(small, tmp_path, name):
+    (small / name).write_text("x")
+    out = converted(small, tmp_path / "out").out
+    assert verify(out, "deep", small).problems == ()
+    assert files_of(restore(out, tmp_path / "back").out) == files_of(small)
+    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=out, capture_output=True)
+    assert done.returncode == 0
+
+
+def test_config_with_a_lone_surrogate(tmp_path):
+    root = write_checkpoint(tmp_path / "m", LINEARS, config=model_config(note="\ud800"))
+    out = converted(root, tmp_path / "out").out
+    assert json.loads((out / "config.json").read_text())["note"] == "\ud800"
+    assert verify(out, "deep", root).problems == ()
+    assert files_of(restore(out, tmp_path / "back").out) == files_of(root)
+
+
+def test_source_rewritten_in_place_meanwhile(small, tmp_path, monkeypatch):
+    plan = planned(small)
+    path = small / "model-00002-of-00002.safetensors"
+    from mxfp4prep import io
+
+    real = io.pread_into
+
+    def touch(fd, view, offset, where):
+        real(fd, view, offset, where)
+        if where == path.name:
+            os.utime(path, ns=(5, 5))
+
+    monkeypatch.setattr(io, "pread_into", touch)
+    with pytest.raises(IOFailed, match="changed while it was being read"):
+        convert(plan, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("old", [b'"pt"', b'"BF16"'])
+def test_restore_refuses_a_header_that_was_edited(small, tmp_path, old):
+    out = converted(small, tmp_path / "out").out
+    path = next(p for p in out.glob("*.safetensors") if old in p.read_bytes())
+    new = {b'"pt"': b'"qt"', b'"BF16"': b'"I16" '}[old]
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    with pytest.raises(IntegrityError, match="is not the file that was prepared"):
+        restore(out, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 class TestFailuresLeaveNothing:

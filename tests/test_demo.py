@@ -72,7 +72,7 @@ def test_the_walk_runs_every_verb(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     lines = out.splitlines()
     commands = [line.split()[2] for line in lines if line.startswith("$ mxfp4prep ")]
-    assert commands == ["audit", "convert", "verify", "restore", "selfcheck"]
+    assert commands == ["audit", "convert", "show", "verify", "restore", "selfcheck"]
     assert f"$ mxfp4prep audit '{root}/model'" in lines
     assert "# 8 files, all of them byte for byte the same" in lines
     assert "torch.bfloat16 (4, 256), all finite: True" in lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mxfp4prep.errors import CannotShard, UsageError
+from mxfp4prep.errors import CannotShard, InvalidCheckpoint, UsageError
 from mxfp4prep.parallel import (
     Block,
     Cut,
@@ -192,7 +192,13 @@ def test_topology_reads_nested_text_config_and_defaults():
         }
     )
     assert (t.model_type, t.heads, t.kv_heads, t.head_dim) == ("inner", 4, 4, 16)
-    assert Topology.from_config({"num_attention_heads": "many"}).heads == 0
+    assert Topology.from_config({"num_attention_heads": None}).heads == 0
+
+
+@pytest.mark.parametrize("value", ["32", -4, 4.0, True, [8]])
+def test_a_head_count_that_is_none(value):
+    with pytest.raises(InvalidCheckpoint, match="num_attention_heads: not a count"):
+        Topology.from_config({"num_attention_heads": value})
 
 
 def test_gate_up_order_depends_on_the_architecture():

@@ -7,7 +7,7 @@ import torch
 from quark_factory import FP8_WEIGHT, model_config, quant_config, quant_layer, write_checkpoint
 
 from mxfp4prep.checkpoint import open_checkpoint
-from mxfp4prep.errors import Unsupported, UsageError
+from mxfp4prep.errors import InvalidCheckpoint, Unsupported, UsageError
 from mxfp4prep.parallel import parse_rules
 from mxfp4prep.plan import make_plan, surveyed_degrees
 from mxfp4prep.survey import check_tp, survey
@@ -117,7 +117,9 @@ def test_p37_members_of_different_schemes_are_converted_one_by_one(tmp_path):
     assert "mixed_group" in codes(plan)
     group = plan.survey.groups[0]
     assert group.mixed
-    assert "mixed_group" in group.verdicts[1].reasons
+    assert (group.verdicts[1].path, group.verdicts[1].reasons) == ("triton", ("mixed_group",))
+    hazards = {p.layer.name: p.hazards for p in plan.layers}
+    assert hazards == {f"{ATTN}.q_proj": ("mixed_group",), f"{ATTN}.o_proj": ()}
 
 
 def test_p38_quantized_pair_beside_an_unquantized_pair_is_two_groups(tmp_path):
@@ -160,14 +162,39 @@ def test_layout_triton_and_asm(dense, tmp_path):
 
 
 def test_keep_leaves_layers_raw_and_their_group_triton(dense):
-    plan = planned(dense, keep=[f"{ATTN}.k_*", "nothing.like.this"])
+    plan = planned(dense, keep=[f"{ATTN}.k_*"])
     made = {p.layer.name: p for p in plan.layers}
     kept = made[f"{ATTN}.k_proj"]
     assert (kept.path, kept.reasons) == ("triton", ("kept",))
     assert (kept.weight_layout, kept.scale_layout) == ("raw", "raw")
     assert made[f"{ATTN}.q_proj"].reasons == ("group_part",)
     assert made[f"{MLP}.down_proj"].path == "asm"
-    assert "keep_unmatched" in codes(plan)
+
+
+def test_patterns_that_match_nothing_are_refused_before_anything_is_written(dense):
+    with pytest.raises(UsageError, match="--keep down_proj: matches no MXFP4 layer") as caught:
+        planned(dense, keep=["down_proj"])
+    assert "'*down_proj'" in (caught.value.hint or "")
+    with pytest.raises(UsageError, match=r"--parallel foo=row: matches no MXFP4 layer"):
+        planned(dense, rules=["foo=row"])
+
+
+def test_a_rule_that_says_what_the_table_says_changes_nothing(dense):
+    plain = planned(dense, (8,))
+    told = planned(dense, (8,), rules=["*k_proj=qkv", "*.down_proj=row"])
+    assert decisions(told) == decisions(plain)
+    assert [i.cut for i in told.survey.layers] == [i.cut for i in plain.survey.layers]
+
+
+def test_a_finding_that_is_an_error_stops_the_plan(tmp_path):
+    root = write_checkpoint(
+        tmp_path / "m",
+        {"lm_head": (64, 256)},
+        config=model_config(quant_config(exclude=[]), tie_word_embeddings=True),
+        extra={"model.embed_tokens.weight": torch.zeros(64, 256, dtype=torch.bfloat16)},
+    )
+    with pytest.raises(InvalidCheckpoint, match="lm_head"):
+        planned(root)
 
 
 def test_three_dimensional_expert_banks_take_the_same_layouts_per_expert(tmp_path):

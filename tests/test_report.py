@@ -403,7 +403,7 @@ def test_audit_explains_each_code_that_occurs_and_no_other(misaligned: Checkpoin
 
 
 def test_audit_ends_with_a_command(misaligned: Checkpoint, tmp_path: Path) -> None:
-    assert text_of(misaligned).splitlines()[-1] == "next: mxfp4prep convert MODEL"
+    assert text_of(misaligned).splitlines()[-1] == "next: mxfp4prep convert MODEL --tp 1"
     assert "do not serve there" in text_of(misaligned)
     good = open_checkpoint(
         write_checkpoint(tmp_path / "good", {"model.layers.0.mlp.down_proj": (512, 2048)})
@@ -610,8 +610,8 @@ def test_verify_names_each_problem_and_what_was_not_checked() -> None:
     assert lines == [
         r"error: a.safetensors: w\x1b: bytes: found 1, expected 2",
         "error: f: is missing",
-        "not checked: the source",
         "model: full: 3 files, 4 tensors, 5.0 kB read: NOT what was prepared: 2 problems",
+        "not checked: the source",
     ]
 
 

@@ -121,6 +121,28 @@ def test_w4a6_rounds_to_fp6(dtype, element, power):
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-3)
 
 
+def test_casting_the_module_leaves_its_static_scale_exact():
+    packed, scale = raw(64, 256)
+    activation = {"dtype": "fp8_e4m3", "static": True}
+    exact = torch.tensor(0.0123456)
+    layer = make(packed, scale, "asm", "w4a8", activation, input_scale=exact)
+    x = inputs(5, 256)
+    before = layer(x)
+    for cast in (torch.nn.Module.half, torch.nn.Module.bfloat16):
+        cast(layer)
+        assert torch.equal(layer.input_scale, exact)
+        assert torch.equal(layer(x), before)
+
+
+def test_autocast_does_not_reach_into_the_gemm():
+    packed, scale = raw(64, 256)
+    layer = make(packed, scale)
+    x = inputs(5, 256)
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), expected)
+
+
 @pytest.mark.parametrize("lead", [(), (0,), (3,), (2, 5), (2, 0, 3)])
 def test_leading_dimensions_are_kept(lead):
     packed, scale = raw(64, 256)

@@ -287,7 +287,7 @@ def test_a_shard_left_out_of_the_manifest(prepared_dir):
     refused(prepared_dir, InvalidCheckpoint, "missing")
 
 
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/../b", "", "a\\b", "./a"])
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/../b", "", "./a"])
 def test_file_names_cannot_leave_the_directory(prepared_dir, name):
     edit_manifest(prepared_dir, lambda d: d["files"][0].update(name=name))
     refused(prepared_dir, InvalidManifest, "file name")

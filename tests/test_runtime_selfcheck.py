@@ -142,8 +142,10 @@ def test_the_oracle_does_not_use_the_inverse(prepared, monkeypatch):
 
     monkeypatch.setattr(type(LAYOUTS["tile16x16"]), "inverse", fail)
     shape = layer.n, layer.k
-    assert torch.equal(decode_rows(layer.weight, layer.scale, shape, "asm", (0, 64)), expected)
-    part = decode_rows(layer.weight, layer.scale, shape, "asm", (17, 40))
+    assert torch.equal(
+        decode_rows(layer.weight, layer.scale, shape, "asm", torch.arange(64)), expected
+    )
+    part = decode_rows(layer.weight, layer.scale, shape, "asm", torch.arange(17, 40))
     assert torch.equal(part, expected[17:40])
 
 
@@ -152,7 +154,7 @@ def test_the_oracle_knows_the_scales_extremes(tmp_path):
     layer.scale = torch.tensor([[0, 254], [255, 127]], dtype=torch.uint8)
     build(tmp_path, [layer])
     found = mxfp4prep.load(tmp_path)["fc1"]
-    dense = decode_rows(found.weight, found.scale, (2, 64), "triton", (0, 2))
+    dense = decode_rows(found.weight, found.scale, (2, 64), "triton", torch.arange(2))
     assert dense[0, 0] == 0.5 * 2.0**-127
     assert dense[0, 1] == -6 * 2.0**-127
     assert dense[0, 33] == -6 * 2.0**127

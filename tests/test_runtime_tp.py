@@ -206,7 +206,6 @@ def test_what_cannot_be_cut_is_refused(tmp_path, layer, tp, reason, words):
     assert caught.value.reason == reason
     assert caught.value.where == layer.name
     assert "tp 1, 2" in caught.value.hint
-    assert "--parallel" in caught.value.hint
     assert prepared.bytes_read == 0
 
 

@@ -76,9 +76,57 @@ def test_output_set_aside_by_a_killed_overwrite_comes_back(tmp_path):
     aside = tmp_path / f".out.mxfp4prep-old-{_host()}-999999999-5"
     aside.mkdir()
     (aside / "mxfp4prep.json").write_text("{}")
-    with staged(out) as stage:
+    with pytest.raises(UnsafeOutput, match="exists already"), staged(out):
+        pass
+    assert (out / "mxfp4prep.json").exists()
+    with staged(out, replace=True) as stage:
         (stage / "new").write_text("")
     assert (out / "new").exists()
+    assert leftovers(tmp_path) == []
+
+
+def test_what_appears_at_the_output_meanwhile_is_safe(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(UnsafeOutput, match="exists already"), staged(out):  # noqa: PT012
+        out.mkdir()
+        (out / "thesis.tex").write_text("precious")
+    assert (out / "thesis.tex").read_text() == "precious"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_path_that_passes_through_the_output_itself(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    with staged(out / ".." / "out", replace=True) as stage:
+        (stage / "new").write_text("")
+    assert (out / "new").exists()
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_an_interrupt_while_publishing_keeps_the_old_or_the_new(tmp_path, monkeypatch, nth):
+    from mxfp4prep import io
+
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("")
+    real, calls = {name: getattr(io, name) for name in ("rename", "rmtree")}, []
+
+    def interrupt(name):
+        def after(*args):
+            real[name](*args)
+            calls.append(name)
+            if len(calls) == nth:
+                raise KeyboardInterrupt
+
+        return after
+
+    for name in real:
+        monkeypatch.setattr(io, name, interrupt(name))
+    with pytest.raises(KeyboardInterrupt), staged(out, replace=True) as stage:
+        (stage / "new").write_text("")
+    monkeypatch.undo()
+    assert [p.name for p in out.iterdir()] in (["old"], ["new"])
     assert leftovers(tmp_path) == []
 
 
@@ -105,7 +153,6 @@ def test_p80_killed_run_leaves_nothing_under_the_name_and_the_rerun_is_the_same(
         child.send_signal(signal.SIGKILL)
         child.wait()
         killed_midway += not out.exists()
-        assert not [p for p in tmp_path.rglob("*.safetensors") if p.parent == out] or out.exists()
         if out.exists():
             break
     assert killed_midway

@@ -45,6 +45,7 @@ ROOMS = [
     "",  # the package itself, which offers the runtime
     "rederive",
     "convert",
+    "consistency",
     "restore",
     "verify",
     "report",

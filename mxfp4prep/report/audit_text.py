@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mxfp4prep.checkpoint import Checkpoint
     from mxfp4prep.survey import GroupSurvey, LayerSurvey, Survey
 
+_Verdicts = Mapping[int, Verdict]
+
 SHOWN = {"asm": "asm", "triton": "triton", "impossible": "IMPOSSIBLE"}
 
 
@@ -33,7 +35,7 @@ def audit_text(survey: Survey, decisions: Decisions, screen: Screen, command: st
     )
     lines += ["", *_layer_table(survey, decisions, screen)]
     if survey.groups:
-        lines += ["", *_group_table(survey, screen)]
+        lines += ["", *_group_table(survey, decisions, screen)]
     seen = [v for mapping in _distinct(decisions.values()) for v in mapping.values()]
     seen += [v for group in _distinct(g.verdicts for g in survey.groups) for v in group.values()]
     lines += legend(
@@ -81,7 +83,8 @@ def legend(reasons: Iterable[str], hazards: Iterable[str], screen: Screen) -> li
 
 def finding_lines(finding: Finding, screen: Screen, indent: str = "  ") -> list[str]:
     """`warning: WHERE: message [code]`."""
-    text = f"{screen.name(finding.where)}: {screen.name(finding.message)} [{finding.code}]"
+    words = [screen.name(word) for word in (finding.where, finding.message, finding.code)]
+    text = f"{words[0]}: {words[1]} [{words[2]}]"
     return screen.wrap(f"{screen.paint(finding.severity)}: {text}", indent, indent + "  ")
 
 
@@ -127,19 +130,32 @@ def merge_siblings(
     return merged
 
 
-def _group_table(survey: Survey, screen: Screen) -> list[str]:
-    def items() -> Iterator[tuple[str, tuple[object, ...], GroupSurvey]]:
+def _group_table(survey: Survey, decisions: Decisions, screen: Screen) -> list[str]:
+    def items() -> Iterator[tuple[str, tuple[object, ...], tuple[GroupSurvey, _Verdicts]]]:
         for group in survey.groups:
-            yield group.name, (_parts(group), group.mixed, *group.verdicts.values()), group
+            verdicts = _group_decision(group, decisions)
+            key = (_parts(group), group.mixed, *verdicts.values())
+            yield group.name, key, (group, verdicts)
 
     rows = []
     for family in gather(items()):
-        group = family.first
+        group, verdicts = family.first
         parts = screen.name(" + ".join(_parts(group)))
         name = screen.name(family.name)
-        rows.append(Row((name, *_verdict_cells(group.verdicts)), (parts, *_notes(group.verdicts))))
+        rows.append(Row((name, *_verdict_cells(verdicts)), (parts, *_notes(verdicts))))
     lines = screen.wrap("Engines join these parts into one matrix and decide once for all of them:")
     return lines + screen.table(("fused", *(f"tp {tp}" for tp in survey.tp)), rows)
+
+
+def _group_decision(group: GroupSurvey, decisions: Decisions) -> _Verdicts:
+    """The group's verdicts, and triton where a part by itself keeps the whole from being asm."""
+    decided = {}
+    for tp, verdict in group.verdicts.items():
+        alone = all(decisions[member][tp].path == "asm" for member in group.members)
+        if verdict.path == "asm" and not alone:
+            verdict = verdict._replace(path="triton", reasons=("group_part",))
+        decided[tp] = verdict
+    return decided
 
 
 def _parts(group: GroupSurvey) -> tuple[str, ...]:
@@ -224,7 +240,7 @@ def _advice(survey: Survey, decisions: Decisions, screen: Screen, command: str) 
     if not possible:
         return [*lines, f"next: mxfp4prep audit {command} --tp 1"]
     best = asm[-1] if asm else possible[0]
-    return [*lines, f"next: mxfp4prep convert {command}" + (f" --tp {best}" if best > 1 else "")]
+    return [*lines, f"next: mxfp4prep convert {command} --tp {best}"]
 
 
 def _listed(numbers: Sequence[int]) -> str:

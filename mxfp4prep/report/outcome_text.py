@@ -36,8 +36,6 @@ def verify_text(report: c.VerifyDocument, screen: Screen) -> list[str]:
         where = ": ".join(screen.name(part) for part in parts)
         text = f"{screen.paint('error')}: {where}: {screen.name(problem['what'])}"
         lines += screen.wrap(text, rest="  ")
-    for check in report["skipped"]:
-        lines += screen.wrap(f"not checked: {screen.name(check)}", rest="  ")
     read = f"{counted(report['files'], 'file')}, {counted(report['tensors'], 'tensor')}"
     head = (
         f"{screen.name(report['name'])}: {report['level']}: {read}, {human(report['nbytes'])} read"
@@ -46,7 +44,10 @@ def verify_text(report: c.VerifyDocument, screen: Screen) -> list[str]:
         verdict = _PROVEN[report["level"]]
     else:
         verdict = f"NOT what was prepared: {counted(len(report['problems']), 'problem')}"
-    return [*lines, *screen.wrap(f"{head}: {verdict}")]
+    lines += screen.wrap(f"{head}: {verdict}")
+    for check in report["skipped"]:
+        lines += screen.wrap(f"not checked: {screen.name(check)}", rest="  ")
+    return lines
 
 
 def restore_text(report: c.RestoreDocument, screen: Screen) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,18 +33,29 @@ if TYPE_CHECKING:
     from mxfp4prep.verify import VerifyReport
 
 
-@collector_paused()
+RECORDS_AT_A_TIME = 1000
+
+
 def dumps(document: Mapping[str, Any]) -> str:
     """`document` as JSON in ASCII: a line for each key, and for each record of a list."""
+    return "".join(pieces(document))
+
+
+def pieces(document: Mapping[str, Any]) -> Iterator[str]:
+    """The text of `dumps` in pieces: 50,000 layers are 40 MB that need not be in memory twice."""
     encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, allow_nan=False).encode
-    lines = []
+    before = "{\n"
     for key, value in document.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            text = "[\n" + ",\n".join(map(encode, value)) + "\n]"
+            yield f"{before}{encode(key)}: [\n"
+            for start in range(0, len(value), RECORDS_AT_A_TIME):
+                part = value[start : start + RECORDS_AT_A_TIME]
+                yield (",\n" if start else "") + ",\n".join(map(encode, part))
+            yield "\n]"
         else:
-            text = encode(value)
-        lines.append(f"{encode(key)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+            yield f"{before}{encode(key)}: {encode(value)}"
+        before = ",\n"
+    yield "\n}\n"
 
 
 @collector_paused()

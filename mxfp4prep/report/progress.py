@@ -12,6 +12,9 @@ from mxfp4prep.report.screen import human
 
 Advance = Callable[[int], None]
 
+WIDE_COLUMNS = 64
+"""Terminals narrower than this get a percentage instead of sizes and speed."""
+
 STEP_PERCENT = 10
 LINE_SECONDS, MAX_SECONDS = 1.0, 10.0
 """A plain line comes after STEP_PERCENT of the work but LINE_SECONDS after the last at the
@@ -47,12 +50,14 @@ def _bar(label: str, total: int, stream: TextIO) -> Iterator[Advance]:
         BarColumn,
         DownloadColumn,
         Progress,
+        ProgressColumn,
+        TaskProgressColumn,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
 
-    columns = (
+    columns: tuple[ProgressColumn, ...] = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
         DownloadColumn(),
@@ -60,6 +65,8 @@ def _bar(label: str, total: int, stream: TextIO) -> Iterator[Advance]:
         TimeRemainingColumn(),
     )
     console = Console(file=stream, highlight=False)
+    if console.width < WIDE_COLUMNS:
+        columns = (columns[0], columns[1], TaskProgressColumn(), columns[4])
     with Progress(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task(escape(label), total=total)
         lock = threading.Lock()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 from mxfp4prep.errors import IOFailed, printable
@@ -36,12 +37,18 @@ def prepare() -> None:
 
 
 def emit(text: str) -> None:
-    """Writes `text` to stdout, all of it, now.
+    """Writes `text` to stdout, all of it, now. Raises as `emit_all` does."""
+    emit_all((text,))
+
+
+def emit_all(texts: Iterable[str]) -> None:
+    """Writes every text to stdout, one after the other, now.
 
     Raises IOFailed when it cannot be written, except to a reader that has gone.
     """
     try:
-        sys.stdout.write(text)
+        for text in texts:
+            sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         discard(sys.stdout)

@@ -25,9 +25,9 @@ class Voice:
 
     def print_json(self, document: Mapping[str, Any]) -> None:
         """The result as JSON, and nothing else, on stdout."""
-        from mxfp4prep.report.payload import dumps
+        from mxfp4prep.report.payload import pieces
 
-        streams.emit(dumps(document))
+        streams.emit_all(pieces(document))
 
     def print_text(self, render: Callable[[Screen], Sequence[str]]) -> None:
         """The result as the lines that `render` makes for the screen behind stdout."""

@@ -56,7 +56,7 @@ def check_layer(record: LayerRecord, places: Mapping[str, Place]) -> None:
         _check_shape(record, operand, stored, place.entry.shape, where)
     bank = () if record.experts is None else (record.experts,)
     _check_vector(record.name, record.bias, {(*bank, record.n)}, places)
-    _check_vector(record.name, record.input_scale, {(), (1,), bank}, places)
+    _check_vector(record.name, record.input_scale, {(), bank or (1,)}, places)
 
 
 def path_name(record: LayerRecord) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mxfp4prep.errors import CannotShard, InvalidManifest, UsageError
 from mxfp4prep.manifest import LayerRecord
-from mxfp4prep.parallel import Cut, Role, Shard, Topology, assign_roles, cut_of, shard
+from mxfp4prep.parallel import Cut, Role, Shard, Topology, assign_roles, cut_of, parse_rules, shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,22 @@ class Cutter:
     table: dict[str, Role]
 
     @classmethod
-    def make(cls, names: Iterable[str], topology: Topology, tp_rank: int, tp_size: int) -> Cutter:
-        """A cutter for modules `names`. Raises UsageError for a rank that does not exist."""
+    def make(
+        cls,
+        names: Iterable[str],
+        topology: Topology,
+        tp_rank: int,
+        tp_size: int,
+        rules: Iterable[str] = (),
+    ) -> Cutter:
+        """A cutter for modules `names`, with the rules that they were planned by.
+
+        Raises UsageError for a rank that does not exist.
+        """
         if tp_size < 1 or not 0 <= tp_rank < tp_size:
             found = f"tp_rank {tp_rank}, tp_size {tp_size}"
             raise UsageError("load", "no such rank", found=found, expected="0 <= tp_rank < tp_size")
-        return cls(tp_rank, tp_size, topology, assign_roles(list(names)))
+        return cls(tp_rank, tp_size, topology, assign_roles(list(names), parse_rules(rules)))
 
     def part(self, record: LayerRecord) -> str:
         """Which part of an expert or fused projection the layer's name says it is, or ""."""
@@ -57,8 +67,7 @@ class Cutter:
                 record.name,
                 error.what,
                 reason=error.reason,
-                hint=f"load at tp {', '.join(possible) or '1'}, or convert again with "
-                f"--parallel '{record.name}=replicated'",
+                hint=f"it can be cut at tp {', '.join(possible) or '1'}",
             ) from error
 
     def holds_bias(self, record: LayerRecord) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import nn
 
 from mxfp4prep.errors import UsageError
 from mxfp4prep.runtime import ops  # noqa: F401 - defines torch.ops.mxfp4prep
+from mxfp4prep.runtime.exact import ExactScales
 from mxfp4prep.runtime.gating import check_names
 from mxfp4prep.runtime.input_quant import input_quant_of
 from mxfp4prep.runtime.linear import check_input, check_stored
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mxfp4prep.manifest import ActivationRecord
 
 
-class PreparedExperts(nn.Module):
+class PreparedExperts(ExactScales):
     """For each token the weighted sum of its experts' down(act(gate) * up).
 
     experts, hidden, intermediate   sizes of what this module holds; under tensor parallelism
@@ -31,6 +31,8 @@ class PreparedExperts(nn.Module):
     bias1, bias2       (experts, 2 * intermediate), (experts, hidden), or None
     a1_scale, a2_scale (experts,) float32 for static FP8 inputs, or None
     """
+
+    exact_buffers: ClassVar[tuple[str, ...]] = ("a1_scale", "a2_scale")
 
     w13: Tensor
     w13_scale: Tensor

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from mxfp4prep.errors import InvalidCheckpoint, Unsupported
 from mxfp4prep.manifest import LayerRecord
+
+MAX_INDEX_DIGITS = 7
+"""An expert's number has fewer digits; longer ones are names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +81,18 @@ def gather(prefix: str, records: Iterable[LayerRecord], parts: Mapping[str, str]
 def _split(name: str) -> tuple[str, int | None]:
     """("...experts", 3) of "...experts.3.up_proj", ("...experts", None) of "...experts.up_proj"."""
     parts = name.split(".")
-    if len(parts) > 2 and parts[-2].isdecimal():
+    if len(parts) > 2 and parts[-2].isdecimal() and len(parts[-2]) < MAX_INDEX_DIGITS:
         return ".".join(parts[:-2]), int(parts[-2])
     return ".".join(parts[:-1]), None
 
 
 def _in_order(prefix: str, part: str, members: Mapping[int, Member], count: int) -> list[Member]:
-    missing = [number for number in range(count) if number not in members]
-    if missing:
-        shown = ", ".join(str(number) for number in missing[:5])
+    if len(members) < count:
+        missing = list(islice((number for number in range(count) if number not in members), 5))
+        shown = ", ".join(map(str, missing))
         raise InvalidCheckpoint(
             f"{prefix}.{missing[0]}",
-            f"no {part} matrix for {len(missing)} of {count} experts: {shown}",
+            f"no {part} matrix for {count - len(members)} of {count} experts: {shown}",
             hint="every expert 0.. must be there; load layers one by one with prepared[name]",
         )
     return [members[number] for number in range(count)]

@@ -77,7 +77,7 @@ def activation_of_config(config: Mapping[str, Any], where: str) -> tuple[str, fl
     if text.get("model_type") == "gpt_oss":
         return "swigluoai", SWIGLUOAI_LIMIT if limit is None else limit
     named = text.get("hidden_act", text.get("hidden_activation", "silu"))
-    if named not in _HIDDEN_ACT:
+    if not isinstance(named, str) or named not in _HIDDEN_ACT:
         raise Unsupported(
             where,
             f"config.json's hidden_act {named}",

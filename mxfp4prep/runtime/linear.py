@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import nn
 
 from mxfp4prep.errors import LayoutError, UsageError
 from mxfp4prep.layouts import LAYOUTS, PATHS
 from mxfp4prep.runtime import ops  # noqa: F401 - defines torch.ops.mxfp4prep
 from mxfp4prep.runtime.decoding import decode_matrix
+from mxfp4prep.runtime.exact import ExactScales
 from mxfp4prep.runtime.input_quant import input_quant_of
 from mxfp4prep.runtime.slices import byte_columns
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class PreparedLinear(nn.Module):
+class PreparedLinear(ExactScales):
     """y = x @ weight.T + bias, with weight in MXFP4 and in a kernel's own byte order.
 
     n, k         out_features and in_features of what this module holds
@@ -32,6 +32,8 @@ class PreparedLinear(nn.Module):
     input_scale  one float32, for static FP8 inputs, or None
     input_quant  what is done to x, a name of INPUT_QUANT; `quantize_activations = False` skips it
     """
+
+    exact_buffers: ClassVar[tuple[str, ...]] = ("input_scale",)
 
     weight: Tensor
     scale: Tensor

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mxfp4prep.errors import BackendUnavailable, UsageError
 from mxfp4prep.manifest import Manifest
 from mxfp4prep.parallel import Topology
 from mxfp4prep.runtime.assembling import Assembler
@@ -45,14 +46,31 @@ def load(
     contradictory, BackendUnavailable for a backend that cannot run, UsageError for a wrong rank.
     """
     opened = open_for_serving(Path(path), verify=verify)
-    target = torch.device(device)
+    target = _device(device)
     choose_backend(target.type, backend)
     modules = [record.name for record in opened.manifest.layers]
     copied = (tensor.name for tensor in opened.manifest.tensors)
     modules += [name.removesuffix(".weight") for name in copied if name.endswith(".weight")]
     topology = Topology.from_config(opened.config)
-    cutter = Cutter.make(dict.fromkeys(modules), topology, tp_rank, tp_size)
+    rules = opened.manifest.target.parallel
+    cutter = Cutter.make(dict.fromkeys(modules), topology, tp_rank, tp_size, rules)
     return Prepared(opened, Assembler(Reader(opened), cutter, target, backend))
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        raise UsageError(
+            "device", "unknown", found=repr(device), expected="'cpu', 'cuda' or 'cuda:N'"
+        ) from None
+    if target.type not in ("cpu", "cuda"):
+        raise UsageError("device", "not supported", found=target.type, expected="cpu or cuda")
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailable(
+            f"device {device}", "torch finds no GPU here", hint="load with device='cpu'"
+        )
+    return target
 
 
 class Prepared(Mapping[str, PreparedLinear]):
@@ -111,6 +129,10 @@ class Prepared(Mapping[str, PreparedLinear]):
     def bytes_read(self) -> int:
         """Bytes of tensors read from files so far."""
         return self._assembler.reader.nbytes
+
+    def __repr__(self) -> str:
+        rank = f", rank {self.tp_rank} of {self.tp_size}" if self.tp_size > 1 else ""
+        return f"<Prepared {self.path}: {len(self)} layers on {self.device}{rank}>"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

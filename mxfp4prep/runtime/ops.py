@@ -74,9 +74,10 @@ def gemm(
     input_scale   one float32, for input_quant "fp8_static"
     backend       a name that `backends()` lists
     """
-    return implementation(backend).gemm(
-        x, weight, scale, n, path, input_quant, bias=bias, input_scale=input_scale
-    )
+    with torch.autocast(x.device.type, enabled=False):
+        return implementation(backend).gemm(
+            x, weight, scale, n, path, input_quant, bias=bias, input_scale=input_scale
+        )
 
 
 def fused_moe(
@@ -116,28 +117,29 @@ def fused_moe(
     bias1, bias2     (e, 2 * intermediate), (e, h) floating
     a1_scale, a2_scale  (e,) float32, for input_quant "fp8_static"
     """
-    return implementation(backend).fused_moe(
-        x,
-        w13,
-        w13_scale,
-        w2,
-        w2_scale,
-        topk_weights,
-        topk_ids,
-        intermediate,
-        w13_path,
-        w2_path,
-        input_quant,
-        activation=activation,
-        limit=limit,
-        gate_up=gate_up,
-        hidden_pad=hidden_pad,
-        intermediate_pad=intermediate_pad,
-        bias1=bias1,
-        bias2=bias2,
-        a1_scale=a1_scale,
-        a2_scale=a2_scale,
-    )
+    with torch.autocast(x.device.type, enabled=False):
+        return implementation(backend).fused_moe(
+            x,
+            w13,
+            w13_scale,
+            w2,
+            w2_scale,
+            topk_weights,
+            topk_ids,
+            intermediate,
+            w13_path,
+            w2_path,
+            input_quant,
+            activation=activation,
+            limit=limit,
+            gate_up=gate_up,
+            hidden_pad=hidden_pad,
+            intermediate_pad=intermediate_pad,
+            bias1=bias1,
+            bias2=bias2,
+            a1_scale=a1_scale,
+            a2_scale=a2_scale,
+        )
 
 
 def _gemm_output(call: Mapping[str, Any]) -> Output:

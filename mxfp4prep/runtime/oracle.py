@@ -25,23 +25,27 @@ ROWS_AT_A_TIME = 256
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def linear_oracle(layer: PreparedLinear, x: Tensor) -> tuple[Tensor, Tensor]:
+def linear_oracle(
+    layer: PreparedLinear, x: Tensor, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """x @ weight.T + bias, (m, n) float64, and the same sum of magnitudes, which bounds rounding.
 
-    x   (m, k); its quantization is the layer's own, in float32, as backends do it
+    x      (m, k); its quantization is the layer's own, in float32, as backends do it
+    rows   only these output features, (r,) int64; all of them by default
     """
     inputs = INPUT_QUANT[layer.input_quant](x.float(), layer.input_scale).double()
-    expected = torch.empty((x.shape[0], layer.n), dtype=torch.float64, device=x.device)
+    rows = torch.arange(layer.n, device=x.device) if rows is None else rows
+    expected = torch.empty((x.shape[0], len(rows)), dtype=torch.float64, device=x.device)
     magnitude = torch.empty_like(expected)
     shape = layer.n, layer.k
-    for start in range(0, layer.n, ROWS_AT_A_TIME):
-        stop = min(start + ROWS_AT_A_TIME, layer.n)
-        part = decode_rows(layer.weight, layer.scale, shape, layer.path, (start, stop))
+    for start in range(0, len(rows), ROWS_AT_A_TIME):
+        stop = min(start + ROWS_AT_A_TIME, len(rows))
+        part = decode_rows(layer.weight, layer.scale, shape, layer.path, rows[start:stop])
         expected[:, start:stop] = inputs @ part.T
         magnitude[:, start:stop] = inputs.abs() @ part.abs().T
     if layer.bias is not None:
-        expected += layer.bias.double()
-        magnitude += layer.bias.double().abs()
+        expected += layer.bias[rows].double()
+        magnitude += layer.bias[rows].double().abs()
     return expected, magnitude
 
 
@@ -63,28 +67,33 @@ def _expert(layer: PreparedExperts, expert: int, x: Tensor) -> Tensor:
     scales = [None if bank is None else bank[expert] for bank in (layer.a1_scale, layer.a2_scale)]
     shape = 2 * layer.intermediate, layer.hidden
     bank, scale = layer.w13[expert], layer.w13_scale[expert]
-    w13 = decode_rows(bank, scale, shape, layer.w13_path, (0, shape[0]))
+    w13 = decode_rows(bank, scale, shape, layer.w13_path, _all(shape[0], x))
     middle = quantize(x.float(), scales[0]).double() @ w13.T
     if layer.bias1 is not None:
         middle += layer.bias1[expert].double()
     middle = gated(middle, layer.gate_up, layer.activation, layer.limit)
     shape = layer.hidden, layer.intermediate
     bank, scale = layer.w2[expert], layer.w2_scale[expert]
-    w2 = decode_rows(bank, scale, shape, layer.w2_path, (0, shape[0]))
+    w2 = decode_rows(bank, scale, shape, layer.w2_path, _all(shape[0], x))
     result = quantize(middle.float(), scales[1]).double() @ w2.T
     return result if layer.bias2 is None else result + layer.bias2[expert].double()
 
 
+def _all(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, device=like.device)
+
+
 def decode_rows(
-    weight: Tensor, scale: Tensor, shape: tuple[int, int], path: str, rows: tuple[int, int]
+    weight: Tensor, scale: Tensor, shape: tuple[int, int], path: str, rows: Tensor
 ) -> Tensor:
-    """Rows first to last (exclusive) of a stored (n, k) matrix, (rows, k) float64.
+    """Some rows of a stored (n, k) matrix, (r, k) float64.
 
     weight, scale   one matrix as `path` of PATHS stores it
     shape           (n, k)
+    rows            (r,) int64
     """
     n, k = shape
-    row = torch.arange(*rows, device=weight.device).unsqueeze(-1)
+    row = rows.unsqueeze(-1)
     column = torch.arange(k, device=weight.device)
     weight_layout, scale_layout = (LAYOUTS[layout] for layout in PATHS[path])
     packed_columns = byte_columns("weight", (0, k))[1]

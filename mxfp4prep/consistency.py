@@ -1,0 +1,91 @@
+"""Whether the small files of a prepared checkpoint say the same as each other and as its shards.
+
+config.json must be what converting source/config.json makes of it, the index must name every
+tensor's shard, and every file must have the role that its name gives it: a file in another role
+would be left out of a restore.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+from mxfp4prep import io
+from mxfp4prep.convert import prepared_config
+from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, JSON_LIMIT, parse_object
+from mxfp4prep.errors import InvalidCheckpoint
+from mxfp4prep.manifest import DIGESTS_NAME, SOURCE_DIR, FileRecord
+from mxfp4prep.prepared import PreparedFiles
+
+ORIGINAL_CONFIG = f"{SOURCE_DIR}/{CONFIG_NAME}"
+ORIGINAL_INDEX = f"{SOURCE_DIR}/{INDEX_NAME}"
+
+
+def contradictions(
+    prepared: PreparedFiles, shard_of: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """(file, what is wrong with it).
+
+    shard_of   by tensor, the file whose header lists it
+    """
+    files = {record.name: record for record in prepared.manifest.files}
+    yield from misplaced(files)
+    source = prepared.manifest.source
+    original = _read(prepared, ORIGINAL_CONFIG)
+    if original is None:
+        yield ORIGINAL_CONFIG, "is missing: the source's config.json"
+    else:
+        if hashlib.sha256(original).hexdigest() != source.config_sha256:
+            yield ORIGINAL_CONFIG, "is not the config.json that the manifest was made with"
+        try:
+            expected = prepared_config(parse_object(original, ORIGINAL_CONFIG))
+        except InvalidCheckpoint as error:
+            yield ORIGINAL_CONFIG, error.what
+        else:
+            if _read(prepared, CONFIG_NAME) != expected:
+                yield CONFIG_NAME, f"is not what converting {ORIGINAL_CONFIG} gives"
+    index = _read(prepared, ORIGINAL_INDEX if ORIGINAL_INDEX in files else INDEX_NAME)
+    made = INDEX_NAME in files and files[INDEX_NAME].role == "new_index"
+    digest = None if index is None or made else hashlib.sha256(index).hexdigest()
+    if digest != source.index_sha256:
+        yield INDEX_NAME, "is not the index that the manifest was made with"
+    yield from _index(prepared, shard_of)
+
+
+def misplaced(files: Mapping[str, FileRecord]) -> Iterator[tuple[str, str]]:
+    """Files whose role in the manifest is not the one that their name gives them."""
+    shards = {name for name, record in files.items() if record.role == "shard"}
+    for name, record in files.items():
+        if name.startswith(f"{SOURCE_DIR}/"):
+            roles = {"original"}
+        elif name == CONFIG_NAME:
+            roles = {"config"}
+        elif name == DIGESTS_NAME:
+            roles = {"digests"}
+        elif name == INDEX_NAME:
+            roles = {"index"} if ORIGINAL_INDEX in files else {"side", "new_index"}
+        else:
+            roles = {"side", "shard"}
+        if record.role not in roles or (name in shards) != (record.source_header is not None):
+            yield name, f"role: found {record.role}, expected {' or '.join(sorted(roles))}"
+    for name in (CONFIG_NAME, ORIGINAL_CONFIG, DIGESTS_NAME):
+        if name not in files:
+            yield name, "is not in the manifest"
+
+
+def _index(prepared: PreparedFiles, shard_of: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    raw = _read(prepared, INDEX_NAME)
+    if raw is None:
+        return
+    try:
+        listed = parse_object(raw, INDEX_NAME).get("weight_map")
+    except InvalidCheckpoint as error:
+        yield INDEX_NAME, error.what
+        return
+    if listed != shard_of:
+        yield INDEX_NAME, "does not name the shard of every tensor"
+
+
+def _read(prepared: PreparedFiles, name: str) -> bytes | None:
+    path = prepared.root / name
+    return io.read_bytes(path, limit=JSON_LIMIT) if path.is_file() else None
