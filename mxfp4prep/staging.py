@@ -94,6 +94,8 @@ def staged(out: Path, *, replace: bool = False) -> Iterator[Path]:
         io.mkdir(stage)
         _sweep(out, prefix, mine=stage)
         yield stage
+        for folder in sorted((p for p in stage.rglob("*") if p.is_dir()), reverse=True):
+            io.fsync_dir(folder)
         io.fsync_dir(stage)
         if replace and out.exists():
             io.rename(out, aside)

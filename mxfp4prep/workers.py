@@ -57,15 +57,25 @@ def run_jobs(jobs: Iterable[Callable[[], None]], workers: int, cancel: Cancel) -
     with _one_torch_thread():
         pool = ThreadPoolExecutor(workers, thread_name_prefix="mxfp4prep")
         try:
-            futures = [pool.submit(job) for job in jobs]
-            finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            failures = [f.exception() for f in finished]
-            first = next((e for e in failures if e is not None and type(e) is not Cancelled), None)
-            if first is not None:
-                raise first
+            failures: list[BaseException] = []
+            futures = [pool.submit(_noting, job, failures) for job in jobs]
+            wait(futures, return_when=FIRST_EXCEPTION)
+            if failures:
+                raise failures[0]
         finally:
             cancel.set()
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _noting(job: Callable[[], None], failures: list[BaseException]) -> None:
+    """Runs a job; what it fails with is noted in the order of failing."""
+    try:
+        job()
+    except Cancelled:
+        raise
+    except BaseException as error:
+        failures.append(error)
+        raise
 
 
 @contextmanager

@@ -14,7 +14,13 @@ from test_convert import LINEARS, converted
 from mxfp4prep import manifest as m
 from mxfp4prep.checkpoint import open_checkpoint
 from mxfp4prep.convert import convert
-from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest, Mxfp4PrepError, UsageError
+from mxfp4prep.errors import (
+    IntegrityError,
+    InvalidCheckpoint,
+    InvalidManifest,
+    Mxfp4PrepError,
+    UsageError,
+)
 from mxfp4prep.parallel import parse_rules
 from mxfp4prep.plan import make_plan, surveyed_degrees
 from mxfp4prep.restore import restore
@@ -222,6 +228,13 @@ def test_original_config_that_is_another(prepared):
     content = (prepared / "source/config.json").read_bytes() + b" "
     rewrite_with_sums(prepared, "source/config.json", content)
     assert ("source/config.json", None) in said(verify(prepared, "quick"))
+
+
+def test_restore_knows_the_original_config_by_its_digest(prepared, tmp_path):
+    content = (prepared / "source/config.json").read_bytes() + b" "
+    rewrite_with_sums(prepared, "source/config.json", content)
+    with pytest.raises(IntegrityError, match=r"source/config\.json: is not the file"):
+        restore(prepared, tmp_path / "back")
 
 
 def test_index_that_names_the_wrong_shards(prepared):

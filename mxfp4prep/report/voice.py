@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mxfp4prep.collector import collector_paused
 from mxfp4prep.report import streams
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class Voice:
         """The result as JSON, and nothing else, on stdout."""
         from mxfp4prep.report.payload import pieces
 
-        streams.emit_all(pieces(document))
+        with collector_paused():
+            streams.emit_all(pieces(document))
 
     def print_text(self, render: Callable[[Screen], Sequence[str]]) -> None:
         """The result as the lines that `render` makes for the screen behind stdout."""
