@@ -114,6 +114,7 @@ def make_plan(
         if finding.severity == "error":
             raise InvalidCheckpoint(finding.where, finding.message, hint="see `mxfp4prep audit`")
     _check_companions(survey)
+    findings += _scale_mode_findings(survey)
     kept = _match_keep(survey, keep)
     decided = {degree: survey.decided(degree) for degree in survey.tp}
     own = {item.layer.name: _own_reasons(item, tp, layout, kept) for item in survey.layers}
@@ -138,6 +139,28 @@ def make_plan(
     findings += _impossible_findings(survey, tp)
     shards = _plan_shards(survey, layers)
     return Plan(survey, tuple(tp), layout, tuple(keep), tuple(layers), shards, tuple(findings))
+
+
+def _scale_mode_findings(survey: Survey) -> list[Finding]:
+    """MX inputs are rounded EVEN here, as Quark's schemes ask; other modes cannot be loaded."""
+    others = [
+        item.layer
+        for item in survey.layers
+        if item.layer.scheme in ("w4a4", "w4a6")
+        and item.layer.activation.scale_mode not in (None, "even")
+    ]
+    if not others:
+        return []
+    mode = others[0].activation.scale_mode
+    return [
+        Finding(
+            "scale_mode",
+            "warning",
+            others[0].name,
+            f"{len(others)} layers ask for inputs with scale mode {mode}: converted, but this "
+            "version's runtime knows only even and will refuse to load them",
+        )
+    ]
 
 
 FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quark_factory import FP8_WEIGHT, model_config, quant_config, quant_layer, write_checkpoint
+from quark_factory import (
+    FP4_INPUT,
+    FP8_WEIGHT,
+    model_config,
+    quant_config,
+    quant_layer,
+    write_checkpoint,
+)
 
 from mxfp4prep.checkpoint import open_checkpoint
 from mxfp4prep.errors import InvalidCheckpoint, Unsupported, UsageError
@@ -184,6 +191,16 @@ def test_a_rule_that_says_what_the_table_says_changes_nothing(dense):
     told = planned(dense, (8,), rules=["*k_proj=qkv", "*.down_proj=row"])
     assert decisions(told) == decisions(plain)
     assert [i.cut for i in told.survey.layers] == [i.cut for i in plain.survey.layers]
+
+
+def test_inputs_of_another_scale_mode_are_reported(tmp_path):
+    floor = {**FP4_INPUT, "scale_calculation_mode": "floor"}
+    section = quant_config(global_quant_config=quant_layer(inputs=floor))
+    root = write_checkpoint(
+        tmp_path / "m", {f"{MLP}.down_proj": (64, 256)}, config=model_config(section)
+    )
+    [finding] = [f for f in planned(root).findings if f.code == "scale_mode"]
+    assert "scale mode floor" in finding.message
 
 
 def test_a_finding_that_is_an_error_stops_the_plan(tmp_path):

@@ -583,9 +583,9 @@ def test_json_has_a_line_per_record_and_no_nan() -> None:
 def test_selfcheck_says_what_is_wrong_and_null_for_nan() -> None:
     rows = [
         SimpleNamespace(layer="a.0", path="asm", backend="torch", m=1, max_abs_error=0.5,
-                        max_rel_error=0.25, milliseconds=1.5, ok=True),
+                        max_rel_error=0.25, milliseconds=1.5, ok=True, nan=0),
         SimpleNamespace(layer="a.0", path="asm", backend="torch", m=16, max_abs_error=float("nan"),
-                        max_rel_error=float("inf"), milliseconds=2.0, ok=False),
+                        max_rel_error=float("inf"), milliseconds=2.0, ok=False, nan=3),
     ]  # fmt: skip
     document = json.loads(payload.dumps(payload.selfcheck("model", "cpu", rows)))
     validate(document, "selfcheck")
@@ -593,7 +593,9 @@ def test_selfcheck_says_what_is_wrong_and_null_for_nan() -> None:
     assert document["rows"][1]["max_abs_error"] is None
     text = "\n".join(selfcheck_text(document, Screen()))
     assert "m 1: error 0.5 (25.00%), 1.5 ms" in text
-    assert "m 16: error not finite, 2 ms, WRONG" in text
+    assert "m 16: error not finite, 2 ms, 3 values NaN by the scale bytes, WRONG" in " ".join(
+        text.split()
+    )
     assert text.endswith("1 of 2 GEMMs WRONG")
 
 

@@ -463,6 +463,9 @@ def test_ids_that_no_expert_has(tmp_path, wrong):
         lambda x, w, i: (x, w.int(), i),
         lambda x, w, i: (x, w, i.float()),
         lambda x, w, i: (x, w, i.to("meta")),
+        lambda x, w, i: (x, w, i > 0),
+        lambda x, w, i: (x, w[:, :0], i[:, :0]),
+        lambda x, w, i: (x[0], w[0, 0], i[0, 0]),
     ],
 )
 def test_wrong_calls_are_named(tmp_path, change):

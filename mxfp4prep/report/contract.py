@@ -234,6 +234,7 @@ class SelfcheckRow(TypedDict):
     m: int
     max_abs_error: float | None
     max_rel_error: float | None
+    nan: int
     milliseconds: float
     ok: bool
 

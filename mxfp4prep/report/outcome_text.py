@@ -70,6 +70,8 @@ def selfcheck_text(report: c.SelfcheckDocument, screen: Screen) -> list[str]:
         error, relative = row["max_abs_error"], row["max_rel_error"]
         off = "not finite" if error is None or relative is None else f"{error:.3g} ({relative:.2%})"
         text = f"m {row['m']}: error {off}, {row['milliseconds']:.3g} ms"
+        if row["nan"]:
+            text += f", {counted(row['nan'], 'value')} NaN by the scale bytes"
         cells = (screen.name(row["layer"]), row["path"], row["backend"])
         notes.setdefault(cells, []).append(text if row["ok"] else f"{text}, WRONG")
     rows = [Row(cells, tuple(texts)) for cells, texts in notes.items()]

@@ -259,6 +259,7 @@ def selfcheck(name: str, device: str, rows: Iterable[Row]) -> c.SelfcheckDocumen
             "m": row.m,
             "max_abs_error": _finite(row.max_abs_error),
             "max_rel_error": _finite(row.max_rel_error),
+            "nan": row.nan,
             "milliseconds": row.milliseconds,
             "ok": row.ok,
         }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mxfp4prep.collector import collector_paused
+from mxfp4prep.errors import printable
 from mxfp4prep.report import streams
 
 if TYPE_CHECKING:
@@ -39,9 +40,15 @@ class Voice:
 
     def tell_findings(self, findings: Sequence[Finding]) -> None:
         """Findings on stderr; notes only when verbose, their number always."""
+        from mxfp4prep.report.screen import screen_of
+
         for finding in findings:
             if finding.severity != "note" or self.verbose:
-                streams.tell(f"{finding.severity}: {finding.where}: {finding.message}")
+                text = printable(f"{finding.severity}: {finding.where}: {finding.message}")
+                screen = screen_of(sys.stderr, self.environ)
+                lines = screen.wrap(text, rest="  ") if sys.stderr.isatty() else [text]
+                for line in lines:
+                    streams.tell(line)
         notes = sum(finding.severity == "note" for finding in findings)
         if notes and not self.verbose:
             what = "remark" if notes == 1 else "remarks"

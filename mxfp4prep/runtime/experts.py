@@ -144,7 +144,10 @@ class PreparedExperts(ExactScales):
                 found=f"topk_weights {tuple(topk_weights.shape)}, topk_ids {tuple(topk_ids.shape)}",
                 expected=f"both ({', '.join(str(size) for size in x.shape[:-1])}, top)",
             )
-        if topk_ids.is_floating_point() or not topk_weights.is_floating_point():
+        integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+        if topk_ids.dim() == 0 or topk_ids.shape[-1] == 0:
+            raise UsageError(self.name, "the routing names no expert", expected="top >= 1")
+        if topk_ids.dtype not in integers or not topk_weights.is_floating_point():
             raise UsageError(
                 self.name,
                 "the routing's dtypes",

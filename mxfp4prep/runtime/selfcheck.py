@@ -45,6 +45,7 @@ class Row(NamedTuple):
 
     path           "asm", "triton" or "kept"; those of both banks for experts, joined by "+"
     milliseconds   the fastest of a few runs
+    nan            compared values that are NaN, because scale bytes of the weight are
     """
 
     layer: str
@@ -55,6 +56,7 @@ class Row(NamedTuple):
     max_rel_error: float
     milliseconds: float
     ok: bool
+    nan: int = 0
 
 
 def selfcheck(
@@ -187,4 +189,5 @@ def _row(
     worst = float(error.max()) if error.numel() else 0.0
     relative = worst / largest if largest else worst
     path = "+".join(layer.paths)
-    return Row(layer.name, path, layer.backend, m, worst, relative, milliseconds, ok)
+    nan = int(expected.isnan().sum())
+    return Row(layer.name, path, layer.backend, m, worst, relative, milliseconds, ok, nan)
