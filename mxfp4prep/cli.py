@@ -201,7 +201,7 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {  # the commands, in th
         "selfcheck Qwen3-MXFP4-mxfp4prep",
         "selfcheck Qwen3-MXFP4-mxfp4prep --device cuda --m 1,16,256 --layers '*.down_proj'",
     ),
-    demo: ("demo", "demo /tmp/mxfp4-demo"),
+    demo: ("demo", "demo mxfp4-demo"),
 }
 for _command, _lines in _EXAMPLES.items():
     _summary = (_command.__doc__ or "").partition("\n")[0]

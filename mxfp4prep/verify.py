@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from mxfp4prep import io
-from mxfp4prep.checkpoint import list_files
 from mxfp4prep.consistency import contradictions
+from mxfp4prep.directory import list_files
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, JSON_LIMIT
 from mxfp4prep.errors import InvalidCheckpoint, Mxfp4PrepError, UsageError
 from mxfp4prep.manifest import (

@@ -19,6 +19,7 @@ ROOMS = [
     "findings",
     "collector",
     "io",
+    "directory",
     "documents",
     "sums",
     "lookalikes",
