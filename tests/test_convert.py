@@ -26,6 +26,7 @@ from mxfp4prep import manifest as m
 from mxfp4prep.checkpoint import open_checkpoint
 from mxfp4prep.convert import convert, default_output
 from mxfp4prep.errors import (
+    CannotShard,
     IntegrityError,
     InvalidCheckpoint,
     IOFailed,
@@ -205,9 +206,12 @@ def test_a_header_in_its_own_spelling_comes_back_exactly(tmp_path):
     spelled = json.dumps(header, indent=1, sort_keys=True).encode()
     path.write_bytes(len(spelled).to_bytes(8, "little") + spelled + raw[8 + length :])
     out = converted(root, tmp_path / "out").out
-    assert (out / "source" / "model.safetensors.header").is_file()
+    kept = out / "source" / "model.safetensors.header"
     assert verify(out, "deep", root).problems == ()
     assert files_of(restore(out, tmp_path / "back").out) == files_of(root)
+    kept.write_bytes(kept.read_bytes().replace(b'"pt"', b'"qt"'))
+    with pytest.raises(IntegrityError, match="is not the header that was kept"):
+        restore(out, tmp_path / "again")
 
 
 def test_own_sha256sums_of_the_source_survives(small, tmp_path):
@@ -464,11 +468,17 @@ def test_what_a_rule_says_holds_when_loading_too(tmp_path, rules):
     linears = {f"{at}.{p}_proj": (n, 256) for p, n in (("q", 512), ("k", 128), ("v", 128))}
     linears["model.layers.1.self_attn.qkv_proj"] = (768, 256)
     root = write_checkpoint(tmp_path / "m", linears)
-    surveyed = survey(open_checkpoint(root), (1, 4), parse_rules(rules))
+    surveyed = survey(open_checkpoint(root), (1, 4, 16), parse_rules(rules))
     out = convert(make_plan(surveyed, (1,), "triton"), tmp_path / "out").out
-    prepared = mxfp4prep.load(out, tp_rank=1, tp_size=4)
-    for item in surveyed.layers:
-        assert prepared[item.layer.name].n == item.verdicts[4].scale_shard[0], item.layer.name
+    for tp in (4, 16):
+        prepared = mxfp4prep.load(out, tp_rank=1, tp_size=tp)
+        for item in surveyed.layers:
+            name, verdict = item.layer.name, item.verdicts[tp]
+            if verdict.path == "impossible":
+                with pytest.raises(CannotShard):
+                    prepared[name]
+            else:
+                assert prepared[name].n == verdict.scale_shard[0], name
 
 
 @pytest.mark.parametrize("name", ["back\\slash.txt", "a\\nb", "new\nline"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from quark_factory import write_checkpoint
 from safetensors.torch import load_file
 from test_convert import LINEARS, converted
 
-from mxfp4prep import io
+from mxfp4prep import io, workers
 from mxfp4prep.errors import IntegrityError
 from mxfp4prep.restore import restore
 from mxfp4prep.verify import verify
@@ -292,3 +293,23 @@ def test_modes_follow_the_umask(tmp_path):
     for root in (out, back):
         found = {(p.is_dir(), stat.S_IMODE(p.stat().st_mode)) for p in (root, *root.rglob("*"))}
         assert found == {(False, 0o640), (True, 0o750)}
+
+
+def test_the_failure_that_came_first_is_the_one_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when several have failed by the time that anybody looks."""
+    everything = concurrent.futures.wait
+    monkeypatch.setattr(workers, "wait", lambda futures, return_when: everything(futures))
+    failed = threading.Event()
+
+    def first() -> None:
+        try:
+            raise ValueError("first")
+        finally:
+            threading.Timer(0.05, failed.set).start()
+
+    def second() -> None:
+        failed.wait(10)
+        raise ValueError("second")
+
+    with pytest.raises(ValueError, match="first"):
+        run_jobs([second, first], 2, Cancel(None))

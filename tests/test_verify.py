@@ -25,6 +25,7 @@ from mxfp4prep.parallel import parse_rules
 from mxfp4prep.plan import make_plan, surveyed_degrees
 from mxfp4prep.restore import restore
 from mxfp4prep.safefile import read_header
+from mxfp4prep.sums import format_sums, parse_sums
 from mxfp4prep.survey import survey
 from mxfp4prep.verify import verify
 
@@ -247,6 +248,25 @@ def test_index_that_names_the_wrong_shards(prepared):
     )
     rewrite_with_sums(prepared, name, json.dumps(index).encode())
     assert (name, None) in said(verify(prepared, "quick"))
+
+
+def test_mended_index_that_names_the_wrong_shards(tmp_path):
+    source = write_checkpoint(tmp_path / "m", LINEARS, shards=2)
+    name = "model.safetensors.index.json"
+    index = json.loads((source / name).read_text())
+    index["metadata"]["total_size"] = 1
+    (source / name).write_text(json.dumps(index))
+    out = converted(source, tmp_path / "out").out
+    assert verify(out, "quick").problems == ()
+    mended = json.loads((out / name).read_text())
+    mended["weight_map"]["model.norm.weight"] = "elsewhere.safetensors"
+    rewrite_with_sums(out, name, json.dumps(mended).encode())
+    assert said(verify(out, "quick")) == {(name, None)}
+
+
+def test_sums_with_odd_names_read_back():
+    sums = dict.fromkeys(("plain", "back\\slash", "a\\nb", "new\nline", "\\"), "0" * 64)
+    assert parse_sums(format_sums(sums)) == sums
 
 
 @pytest.mark.parametrize(
