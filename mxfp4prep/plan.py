@@ -20,7 +20,7 @@ from mxfp4prep.layouts import LAYOUTS, PATHS
 from mxfp4prep.manifest import LayoutId, PathName
 from mxfp4prep.parallel import Role
 from mxfp4prep.quark import QuarkLayer
-from mxfp4prep.safefile import TensorEntry
+from mxfp4prep.safefile import FLOAT_DTYPES, TensorEntry
 from mxfp4prep.survey import DEFAULT_TP, LayerSurvey, Survey
 
 LayoutChoice = Literal["auto", "asm", "triton"]
@@ -161,9 +161,6 @@ def _scale_mode_findings(survey: Survey) -> list[Finding]:
             "version's runtime knows only even and will refuse to load them",
         )
     ]
-
-
-FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
 
 
 def _check_companions(survey: Survey) -> None:

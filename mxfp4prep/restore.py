@@ -15,12 +15,17 @@ from mxfp4prep.consistency import misplaced
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME
 from mxfp4prep.errors import IntegrityError
 from mxfp4prep.manifest import HEADER_SUFFIX, MANIFEST_NAME, SOURCE_DIR, FileRecord
+from mxfp4prep.plan import TensorPlan
 from mxfp4prep.prepared import PreparedFiles, open_prepared, read_digests
 from mxfp4prep.rederive import SHAPES, can_rederive, disagreements
 from mxfp4prep.rewrite import copy_file, part_path, rewrite, settle
+from mxfp4prep.safefile import Header
 from mxfp4prep.staging import check_output, staged
-from mxfp4prep.undo import shard_tensors, source_header
+from mxfp4prep.undo import shard_tensors, source_header, stored_by_file
 from mxfp4prep.workers import Cancel, Progress, run_jobs, worker_count
+
+Opened = tuple[Header, list[TensorPlan]]
+"""A prepared shard's header, and how each of its tensors goes back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,12 @@ def restore(
     digests = read_digests(files)
     for name, what in misplaced({record.name: record for record in files.manifest.files}):
         raise IntegrityError(name, what, hint="see all that differs with `mxfp4prep verify`")
-    _refuse_other_shapes(files)
+    stored = stored_by_file(files.manifest)
+    opened = {
+        record.name: shard_tensors(files, record, stored.get(record.name, {}))
+        for record in files.files("shard")
+    }
+    _refuse_other_shapes(files, opened)
     originals = {
         record.name.removeprefix(f"{SOURCE_DIR}/"): record for record in files.files("original")
     }
@@ -64,7 +74,10 @@ def restore(
     with staged(out) as stage:
         shards = sorted(files.files("shard"), key=lambda record: (-record.nbytes, record.name))
         run_jobs(
-            [_shard_job(files, shard, stage, digests, written, cancel) for shard in shards],
+            [
+                _shard_job(files, shard, opened[shard.name], stage, digests, written, cancel)
+                for shard in shards
+            ],
             count,
             cancel,
         )
@@ -77,13 +90,12 @@ def restore(
     return RestoreReport(out, len(written), sum(written))
 
 
-def _refuse_other_shapes(files: PreparedFiles) -> None:
+def _refuse_other_shapes(files: PreparedFiles, opened: Mapping[str, Opened]) -> None:
     """Raises IntegrityError when a layer's shapes are not those its bytes and config lead to.
 
     Digests hold the bytes of tensors; the shapes in a restored header come from the manifest.
     Decisions that do not change the way back (how an engine cuts a layer) are not looked at.
     """
-    shards = {record.name: shard_tensors(files, record) for record in files.files("shard")}
     for layer in files.manifest.layers:
         rows = layer.n * (layer.experts or 1)
         for stored, cols in ((layer.weight, layer.k // 2), (layer.scale, -(-layer.k // 32))):
@@ -98,7 +110,7 @@ def _refuse_other_shapes(files: PreparedFiles) -> None:
                 )
     if not can_rederive(files):
         return
-    for place in disagreements(files, shards, SHAPES):
+    for place in disagreements(files, opened, SHAPES):
         raise IntegrityError(
             MANIFEST_NAME,
             f"{place.name}: {place.what}",
@@ -136,13 +148,14 @@ def _other_file(record: FileRecord, found: str | None) -> IntegrityError:
 def _shard_job(
     files: PreparedFiles,
     record: FileRecord,
+    opened: Opened,
     stage: Path,
     digests: Mapping[str, tuple[str, str]],
     written: list[int],
     cancel: Cancel,
 ) -> Callable[[], None]:
     def job() -> None:
-        header, tensors = shard_tensors(files, record)
+        header, tensors = opened
         nbytes, _, found = rewrite(
             files.root / record.name,
             record.name,

@@ -43,6 +43,9 @@ DTYPE_BITS: dict[str, int] = {
     for name in names.split()
 }
 
+FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
+"""Dtypes that a bias or an activation scale may have."""
+
 _METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
 _MAX_INT = 2**63 - 1  # the largest size that files and torch can express

@@ -20,36 +20,40 @@ from mxfp4prep.plan import TensorPlan
 from mxfp4prep.prepared import PreparedFiles
 from mxfp4prep.safefile import Header, TensorEntry, encode_header, read_header
 
+Stored = dict[str, tuple[LayerRecord, StoredTensor, bool]]
+"""By tensor name: the layer it belongs to, how it is stored, and whether it is the scale."""
 
-def shard_tensors(prepared: PreparedFiles, record: FileRecord) -> tuple[Header, list[TensorPlan]]:
+
+def stored_by_file(manifest: Manifest) -> dict[str, Stored]:
+    """Every layer's tensors, by the file that holds them."""
+    files: dict[str, Stored] = {}
+    for layer in manifest.layers:
+        for stored, is_scale in ((layer.weight, False), (layer.scale, True)):
+            files.setdefault(stored.file, {})[stored.tensor] = (layer, stored, is_scale)
+    return files
+
+
+def shard_tensors(
+    prepared: PreparedFiles, record: FileRecord, stored: Stored
+) -> tuple[Header, list[TensorPlan]]:
     """The header of one prepared shard and how each of its tensors goes back.
+
+    stored   this file's entry of `stored_by_file`
 
     Raises InvalidManifest where header and manifest disagree on names, shapes or layouts.
     """
     header = read_header(prepared.root / record.name, name=record.name)
-    layers = _stored_by_name(prepared.manifest, record.name)
+    missing = stored.keys() - {entry.name for entry in header.tensors}
+    if missing:
+        raise InvalidManifest(record.name, f"tensor {min(missing)} is missing")
     plans = []
     for entry in header.tensors:
-        found = layers.pop(entry.name, None)
+        found = stored.get(entry.name)
         if found is None:
             plans.append(TensorPlan(entry, entry, None, 1, 1, entry.nbytes))
-            continue
-        layer, stored, is_scale = found
-        plans.append(_plan(entry, layer, stored, is_scale, record.name))
-    if layers:
-        raise InvalidManifest(record.name, f"tensor {next(iter(layers))} is missing")
+        else:
+            plans.append(_plan(entry, *found, record.name))
     return header, plans
-
-
-def _stored_by_name(
-    manifest: Manifest, file: str
-) -> dict[str, tuple[LayerRecord, StoredTensor, bool]]:
-    found: dict[str, tuple[LayerRecord, StoredTensor, bool]] = {}
-    for layer in manifest.layers:
-        for stored, is_scale in ((layer.weight, False), (layer.scale, True)):
-            if stored.file == file:
-                found[stored.tensor] = (layer, stored, is_scale)
-    return found
 
 
 def _plan(

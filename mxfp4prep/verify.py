@@ -37,7 +37,7 @@ from mxfp4prep.rewrite import TensorDigests, digested
 from mxfp4prep.safefile import Header
 from mxfp4prep.stream import PIECE_NBYTES, Scratch
 from mxfp4prep.sums import format_sums, parse_sums
-from mxfp4prep.undo import shard_tensors, source_header
+from mxfp4prep.undo import Stored, shard_tensors, source_header, stored_by_file
 from mxfp4prep.workers import Cancel, Progress, run_jobs, worker_count
 
 Level = Literal["quick", "full", "deep"]
@@ -76,6 +76,7 @@ class _Run:
     source: Path | None
     digests: dict[str, tuple[str, str]]
     cancel: Cancel
+    stored: dict[str, Stored]
     problems: list[Problem] = field(default_factory=list)
     shards: dict[str, tuple[Header, list[TensorPlan]]] = field(default_factory=dict)
     tensors: int = 0
@@ -103,7 +104,7 @@ def verify(
     if source is not None and not source.is_dir():
         raise InvalidCheckpoint(source, "no such directory", hint="give the original checkpoint")
     files = open_prepared(prepared)
-    run = _Run(files, level, source, {}, Cancel(progress))
+    run = _Run(files, level, source, {}, Cancel(progress), stored_by_file(files.manifest))
     _check_listing(run)
     _check_sums(run)
     try:
@@ -236,7 +237,7 @@ def _sha256(run: _Run, path: Path, name: str) -> str:
 
 
 def _check_shard(run: _Run, record: FileRecord) -> None:
-    header, tensors = shard_tensors(run.files, record)
+    header, tensors = shard_tensors(run.files, record, run.stored.get(record.name, {}))
     run.tensors += len(tensors)
     run.shards[record.name] = header, tensors
     _ask_safetensors(run, record, tensors)

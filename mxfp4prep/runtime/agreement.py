@@ -15,11 +15,10 @@ from mxfp4prep.layouts import LAYOUTS, PATHS
 from mxfp4prep.manifest import LayerRecord, StoredTensor
 from mxfp4prep.prepared import CONVERT_HINT, VERIFY_HINT
 from mxfp4prep.runtime.slices import byte_columns
-from mxfp4prep.safefile import TensorEntry
+from mxfp4prep.safefile import FLOAT_DTYPES, TensorEntry
 
 WEIGHT_DTYPES = frozenset({"U8"})
 SCALE_DTYPES = frozenset({"U8", "F8_E8M0"})
-FLOAT_DTYPES = frozenset({"BF16", "F16", "F32"})
 
 
 @dataclass(frozen=True, slots=True)
