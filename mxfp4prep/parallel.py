@@ -1,22 +1,50 @@
-"""How engines cut each layer over ranks: a table of names, and the cut that a role makes.
+"""How engines cut each layer over ranks: the role of a module, and the cut that a role makes.
 
 A *role* is what an engine does with a module: column- or row-parallel, part of a fused
-projection, replicated, one expert's matrix. It comes from the module's name, the names beside it
-and the head counts in config.json. A *cut* is the arithmetic of that role: which rows and columns
-a rank gets. Audit, plan and runtime all use the same cut, so they cannot disagree.
+projection, replicated, one expert's matrix. It comes from the module's name, by the table in
+architectures, and from the names beside it. A *cut* is the arithmetic of that role with the counts
+of config.json: which rows and columns a rank gets. Audit, plan and runtime all use the same cut,
+so they cannot disagree.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
-from mxfp4prep.errors import CannotShard, InvalidCheckpoint, UsageError
+from mxfp4prep.architectures import (
+    COMMON,
+    INTERLEAVED_GATE_UP,
+    Parallel,
+    Topology,
+    family_of,
+    row_of,
+)
+from mxfp4prep.errors import CannotShard, UsageError
 
-Parallel = Literal["column", "row", "qkv", "merged", "replicated", "expert", "unknown"]
+__all__ = [
+    "FUSED_LEAVES",
+    "SCALE_GROUP",
+    "VOCAB_PAD",
+    "Block",
+    "Cut",
+    "GateUp",
+    "Kind",
+    "Parallel",
+    "Role",
+    "Shard",
+    "Topology",
+    "assign_roles",
+    "cut_of",
+    "gate_up_order",
+    "kind_of",
+    "parse_rules",
+    "shard",
+]
+
 Kind = Literal["linear", "expert", "shared_expert"]
 GateUp = Literal["interleaved", "concatenated"]
 
@@ -28,51 +56,6 @@ VOCAB_PAD = 64
 
 Source: vLLM DEFAULT_VOCAB_PADDING_SIZE, model_executor/layers/vocab_parallel_embedding.py.
 """
-
-
-class Topology(NamedTuple):
-    """Head counts that decide where attention layers may be cut; 0 where config.json is silent."""
-
-    model_type: str = ""
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    linear_key_heads: int = 0
-    linear_value_heads: int = 0
-    linear_key_dim: int = 0
-    linear_value_dim: int = 0
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Topology:
-        """The text model's head counts from a Hugging Face config.json (nested text_config too).
-
-        Raises InvalidCheckpoint for a count that is none.
-        """
-        nested = config.get("text_config")
-        text = nested if isinstance(nested, Mapping) else config
-
-        def count(key: str) -> int:
-            value = text.get(key)
-            if value is None:
-                return 0
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise InvalidCheckpoint(
-                    f"config.json: {key}", "not a count", found=repr(value), expected="a number"
-                )
-            return value
-
-        heads = count("num_attention_heads")
-        model_type = text.get("model_type", config.get("model_type"))
-        return cls(
-            model_type=model_type if isinstance(model_type, str) else "",
-            heads=heads,
-            kv_heads=count("num_key_value_heads") or heads,
-            head_dim=count("head_dim") or (count("hidden_size") // heads if heads else 0),
-            linear_key_heads=count("linear_num_key_heads"),
-            linear_value_heads=count("linear_num_value_heads"),
-            linear_key_dim=count("linear_key_head_dim"),
-            linear_value_dim=count("linear_value_head_dim"),
-        )
 
 
 class Role(NamedTuple):
@@ -124,54 +107,16 @@ class Shard(NamedTuple):
         return self.columns[1] - self.columns[0]
 
 
-# The table. Leaf name -> (parallel kind, part, fused projection built from its siblings).
-# Sources: the packed_modules_mapping and *ParallelLinear uses of vLLM 0.33 and SGLang 0.5.23.
-_LEAVES: dict[str, tuple[Parallel, str, str | None]] = {
-    "q_proj": ("qkv", "q", "qkv_proj"),
-    "k_proj": ("qkv", "k", "qkv_proj"),
-    "v_proj": ("qkv", "v", "qkv_proj"),
-    "qkv_proj": ("qkv", "qkv", None),
-    "o_proj": ("row", "", None),
-    "out_proj": ("row", "", None),
-    "gate_proj": ("merged", "gate", "gate_up_proj"),
-    "up_proj": ("merged", "up", "gate_up_proj"),
-    "gate_up_proj": ("merged", "gate_up", None),
-    "down_proj": ("row", "down", None),
-    "w1": ("merged", "gate", "w13"),
-    "w3": ("merged", "up", "w13"),
-    "w13": ("merged", "gate_up", None),
-    "w2": ("row", "down", None),
-    "q_a_proj": ("replicated", "q_a", "fused_qkv_a_proj"),
-    "kv_a_proj_with_mqa": ("replicated", "kv_a", "fused_qkv_a_proj"),
-    "q_b_proj": ("column", "heads", None),
-    "kv_b_proj": ("column", "heads", None),
-    "in_proj_qkv": ("merged", "linear_qkv", "in_proj_qkvz"),
-    "in_proj_z": ("merged", "linear_value", "in_proj_qkvz"),
-    "in_proj_b": ("merged", "linear_value", "in_proj_ba"),
-    "in_proj_a": ("merged", "linear_value", "in_proj_ba"),
-    "in_proj_qkvz": ("column", "linear_key", None),
-    "in_proj_ba": ("column", "linear_key", None),
-    "lm_head": ("column", "vocab", None),
-    "embed_tokens": ("column", "vocab", None),
-    "gate": ("replicated", "", None),
-    "router": ("replicated", "", None),
-    "shared_expert_gate": ("replicated", "", None),
-    "eh_proj": ("replicated", "", None),
-    "fc1": ("column", "", None),
-    "fc2": ("row", "", None),
-}
-
 FUSED_LEAVES: dict[str, str] = {
-    leaf: fused for leaf, (_, _, fused) in _LEAVES.items() if fused is not None
+    leaf: row.fused for leaf, row in COMMON.items() if row.fused is not None
 }
 """Leaf of a stored module -> leaf of the projection that engines build from it and its siblings."""
 
-_EXPERT = re.compile(r"(?:^|\.)experts\.(?:\d+\.)?[^.]+$")
-_SHARED = re.compile(r"(?:^|\.)shared_experts?\.")
-_VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model|vision_encoder|audio_tower)\.")
-
-# gpt-oss stores gate rows even and up rows odd; everybody else first all gate, then all up rows.
-_INTERLEAVED_MODEL_TYPES = frozenset({"gpt_oss"})
+_EXPERT = re.compile(
+    r"(?:^|\.)experts\.(?:\d+\.)?[^.]+$|(?:^|\.)block_sparse_moe\.(?:input|output)_linear$"
+)
+_SHARED = re.compile(r"(?:^|\.)(?:shared_experts?|shared_mlp)\.")
+_DIGITS = str.maketrans("123456789", "000000000")
 
 
 def kind_of(name: str) -> Kind:
@@ -185,10 +130,11 @@ def kind_of(name: str) -> Kind:
 
 def gate_up_order(name: str, topology: Topology) -> GateUp | None:
     """How gate and up rows are stored in one tensor: "interleaved", "concatenated" or None."""
-    leaf = name.rpartition(".")[2]
-    if leaf not in ("gate_up_proj", "w13"):
+    row = row_of(name, topology.model_type)
+    if row is None or row.part != "gate_up":
         return None
-    return "interleaved" if topology.model_type in _INTERLEAVED_MODEL_TYPES else "concatenated"
+    interleaved = family_of(topology.model_type) in INTERLEAVED_GATE_UP
+    return "interleaved" if interleaved else "concatenated"
 
 
 def parse_rules(rules: Iterable[str]) -> tuple[tuple[str, Parallel], ...]:
@@ -212,18 +158,31 @@ def parse_rules(rules: Iterable[str]) -> tuple[tuple[str, Parallel], ...]:
 
 
 def assign_roles(
-    names: Sequence[str], rules: Sequence[tuple[str, Parallel]] = ()
+    names: Sequence[str], rules: Sequence[tuple[str, Parallel]] = (), model_type: str = ""
 ) -> dict[str, Role]:
     """The role of every module in `names`; unknown names get parallel "unknown".
 
-    names   all modules that own a weight, quantized or not: a fused group exists only where at
-            least two of its members do
-    rules   user rules from `parse_rules`; the first that matches wins over the table
+    names       all modules that own a weight, quantized or not: a fused group exists only where at
+                least two of its members do
+    rules       user rules from `parse_rules`; the first that matches wins over the table
+    model_type  the text model's, as Topology has it: some names mean something else in some models
     """
     roles: dict[str, Role] = {}
     group_sizes: dict[str, int] = {}
+    # Layers differ in their numbers, so that the table is asked some dozens of times. The last
+    # part of a name keeps its digits: w1, w2 and w3 are not the same.
+    known: dict[tuple[str, str], Role] = {}
     for name in names:
-        role = _role(name, rules)
+        parent, _, leaf = name.rpartition(".")
+        key = parent.translate(_DIGITS), leaf
+        role = known.get(key)
+        if role is None:
+            role = known[key] = _table_role(name, model_type)
+        fused = role.group
+        if fused is not None:
+            role = Role(role.parallel, role.part, f"{parent}.{fused}" if parent else fused)
+        if rules:
+            role = _ruled(name, role, rules)
         roles[name] = role
         if role.group is not None:
             group_sizes[role.group] = group_sizes.get(role.group, 0) + 1
@@ -234,8 +193,7 @@ def assign_roles(
     return roles
 
 
-def _role(name: str, rules: Sequence[tuple[str, Parallel]]) -> Role:
-    role = _table_role(name)
+def _ruled(name: str, role: Role, rules: Sequence[tuple[str, Parallel]]) -> Role:
     for pattern, kind in rules:
         if fnmatch.fnmatchcase(name, pattern):
             # A rule that says what the table says keeps what else the table knows.
@@ -243,59 +201,92 @@ def _role(name: str, rules: Sequence[tuple[str, Parallel]]) -> Role:
     return role
 
 
-def _table_role(name: str) -> Role:
-    parent, _, leaf = name.rpartition(".")
-    entry = _LEAVES.get(leaf)
-    if entry is None or _VISION.search(name):
+def _table_role(name: str, model_type: str) -> Role:
+    """The role by the table alone; its group is the last part of the group's name."""
+    row = row_of(name, model_type)
+    if row is None:
         return Role("unknown")
-    parallel, part, fused = entry
-    group = f"{parent}.{fused}" if fused is not None and parent else fused
     if kind_of(name) == "expert":
-        if part not in ("gate", "up", "down", "gate_up"):
+        if row.part not in ("gate", "up", "down", "gate_up"):
             return Role("unknown")
-        return Role("expert", part, group)
-    return Role(parallel, part, group)
+        return Role("expert", row.part, row.fused)
+    return Role(row.parallel, row.part, row.fused)
 
 
-@lru_cache(maxsize=65536)
 def cut_of(role: Role, n: int, topology: Topology, interleaved: bool = False) -> Cut:
     """The cut that `role` makes in a matrix of `n` rows.
 
     interleaved   gate and up rows alternate (gpt-oss), so a contiguous slice keeps pairs together
     """
-    parallel, part = role.parallel, role.part
+    return _cut(role.parallel, role.part, n, topology, interleaved)
+
+
+@lru_cache(maxsize=4096)
+def _cut(parallel: Parallel, part: str, n: int, topology: Topology, interleaved: bool) -> Cut:
     if parallel in ("replicated", "unknown"):
         return Cut("none")
     if parallel == "row" or part == "down":
         return Cut("columns")
-    t = topology
-    if part in ("q", "heads") and t.heads and n % t.heads == 0:
-        return Cut("rows", (Block(n, t.heads),))
-    if part in ("k", "v") and t.kv_heads and n % t.kv_heads == 0:
-        return Cut("rows", (Block(n, t.kv_heads, replicate=True),))
-    if part == "qkv" and t.heads and t.kv_heads and t.head_dim:
-        kv_rows = t.kv_heads * t.head_dim
-        q_rows = n - 2 * kv_rows
-        if q_rows > 0 and q_rows % t.heads == 0:
-            kv = Block(kv_rows, t.kv_heads, replicate=True)
-            return Cut("rows", (Block(q_rows, t.heads), kv, kv))
-    if part == "gate_up" and n % 2 == 0:
+    blocks = _blocks(part, n, topology, interleaved)
+    return Cut("rows", blocks or (Block(n, n),))
+
+
+def _blocks(part: str, n: int, t: Topology, interleaved: bool) -> tuple[Block, ...]:
+    """What `n` rows of this part are made of; nothing for rows like any other.
+
+    Rows that are several things in one, where config.json does not say how many of each, are one
+    piece: a cut in the wrong place would go unnoticed.
+    """
+    whole = (Block(n, 1),)
+    if part == "qkv":
+        return _qkv_blocks(n, t) or whole
+    if part == "grouped_qkv":
+        if t.kv_heads == 1:
+            return _qkv_blocks(n, t) or whole
+        return _units(n, t.kv_heads) or whole
+    if part == "gate_up":
+        if n % 2:
+            return whole
         if interleaved:
-            return Cut("rows", (Block(n, n // 2),))
-        return Cut("rows", (Block(n // 2, n // 2), Block(n // 2, n // 2)))
-    if part == "linear_qkv" and t.linear_key_heads and t.linear_value_heads:
+            return (Block(n, n // 2),)
+        return Block(n // 2, n // 2), Block(n // 2, n // 2)
+    if part == "halves":
+        return whole if n % 2 else (Block(n // 2, n // 2), Block(n // 2, n // 2))
+    if part == "linear_qkv":
         key_rows = t.linear_key_heads * t.linear_key_dim
         value_rows = t.linear_value_heads * t.linear_value_dim
-        if key_rows and 2 * key_rows + value_rows == n:
-            key = Block(key_rows, t.linear_key_heads)
-            return Cut("rows", (key, key, Block(value_rows, t.linear_value_heads)))
-    if part == "linear_value" and t.linear_value_heads and n % t.linear_value_heads == 0:
-        return Cut("rows", (Block(n, t.linear_value_heads),))
-    if part == "linear_key" and t.linear_key_heads and n % t.linear_key_heads == 0:
-        return Cut("rows", (Block(n, t.linear_key_heads),))
+        if not key_rows or not value_rows or 2 * key_rows + value_rows != n:
+            return whole
+        key = Block(key_rows, t.linear_key_heads)
+        return key, key, Block(value_rows, t.linear_value_heads)
+    if part == "linear_key":
+        return _units(n, t.linear_key_heads) or whole
+    if part == "linear_value":
+        return _units(n, t.linear_value_heads)
+    if part == "output_groups":
+        return _units(n, t.output_groups) or whole
+    if part in ("q", "heads"):
+        return _units(n, t.heads)
+    if part in ("k", "v"):
+        return _units(n, t.kv_heads, replicate=True)
     if part == "vocab":
-        return Cut("rows", (Block(n, n, vocab=True),))
-    return Cut("rows", (Block(n, n),))
+        return (Block(n, n, vocab=True),)
+    return ()
+
+
+def _units(n: int, units: int, replicate: bool = False) -> tuple[Block, ...]:
+    """One block of `n` rows in `units` pieces; nothing where the number is unknown or odd."""
+    return (Block(n, units, replicate),) if units and n % units == 0 else ()
+
+
+def _qkv_blocks(n: int, t: Topology) -> tuple[Block, ...]:
+    """q, k and v one after the other; with an output gate a q head has twice the rows."""
+    q_rows, kv_rows = t.heads * t.head_dim, t.kv_heads * t.head_dim
+    left = n - 2 * kv_rows
+    if not q_rows or left not in (q_rows, 2 * q_rows):
+        return ()
+    kv = Block(kv_rows, t.kv_heads, replicate=True)
+    return Block(left, t.heads), kv, kv
 
 
 def shard(cut: Cut, n: int, k: int, tp_size: int, tp_rank: int = 0) -> Shard:
@@ -348,7 +339,13 @@ def _block_range(block: Block, tp_size: int, tp_rank: int) -> tuple[int, int]:
         width = block.rows // block.units
         unit = tp_rank // (tp_size // block.units)
         return unit * width, (unit + 1) * width
-    what = "rows" if block.units == block.rows else f"heads of {block.rows // block.units} rows"
-    raise CannotShard(
-        "layer", reason="split_rows", what=f"{block.units} {what} do not divide by {tp_size} ranks"
-    )
+    each = block.rows // block.units
+    if each == 1:
+        what = f"{block.rows} rows"
+    elif block.units == 1:
+        what = f"{block.rows} rows that stay together (config.json counts no parts of them)"
+    elif each == 2:
+        what = f"{block.units} pairs of rows"
+    else:
+        what = f"{block.units} heads of {each} rows"
+    raise CannotShard("layer", reason="split_rows", what=f"{what} do not divide by {tp_size} ranks")

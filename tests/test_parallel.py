@@ -166,6 +166,87 @@ def test_p49_vocabulary_need_not_divide():
         shard(cut, 32003, 256, 5)
 
 
+# 24 heads of 16 rows; 6 key heads of 8 and 12 value heads of 4; a K of 45 groups
+ODD = Topology(
+    heads=24,
+    kv_heads=6,
+    head_dim=16,
+    linear_key_heads=6,
+    linear_key_dim=8,
+    linear_value_heads=12,
+    linear_value_dim=4,
+)
+DIVISORS_OF_24 = {1, 2, 3, 4, 6, 8, 12, 24}
+
+
+@pytest.mark.parametrize(
+    ("role", "n", "degrees"),
+    [
+        (Role("qkv", "q", "g"), 384, DIVISORS_OF_24),
+        # six KV heads: each rank has some, or each head has some ranks
+        (Role("qkv", "k", "g"), 96, {1, 2, 3, 6, 12, 18, 24, 30, 36, 42, 48, 54, 60}),
+        (Role("qkv", "qkv"), 576, {1, 2, 3, 6, 12, 24}),
+        (Role("merged", "linear_qkv", "g"), 144, {1, 2, 3, 6}),
+        (Role("merged", "linear_value", "g"), 48, {1, 2, 3, 4, 6, 12}),
+        (Role("column", "linear_key"), 144, {1, 2, 3, 6}),
+        (Role("merged", "gate_up"), 48, DIVISORS_OF_24),
+        (Role("merged", "gate", "g"), 24, DIVISORS_OF_24),
+        (Role("expert", "up", "g"), 24, DIVISORS_OF_24),
+        (Role("column"), 60, {1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60}),
+        # 45 groups of 32 columns
+        (Role("row", "down"), 8, {1, 3, 5, 9, 15, 45}),
+        (Role("expert", "down"), 8, {1, 3, 5, 9, 15, 45}),
+        # 100 rows are padded to 128
+        (Role("column", "vocab"), 100, {1, 2, 4, 8, 16, 32, 64}),
+    ],
+)
+def test_p10_every_degree_divides_exactly_or_says_that_it_does_not(role, n, degrees):
+    """No degree from 1 to 64 is rounded: ranks hold equal pieces that make the whole, or none."""
+    k = 45 * 32
+    cut = cut_of(role, n, ODD)
+    possible = set()
+    refused = {}
+    for tp in range(1, 65):
+        try:
+            pieces = ranges(cut, n, k, tp)
+        except CannotShard as error:
+            refused[tp] = error.what
+            continue
+        possible.add(tp)
+        held = [0] * n
+        for piece in pieces:
+            for start, stop in piece.rows:
+                for row in range(start, stop):
+                    held[row] += 1
+        if cut.axis == "columns":
+            assert held == [tp] * n
+            edges = [piece.columns for piece in pieces]
+            assert edges == [(rank * k // tp, (rank + 1) * k // tp) for rank in range(tp)]
+            assert k // tp % 32 == 0
+        else:
+            assert {piece.columns for piece in pieces} == {(0, k)}
+            if role.part == "vocab":
+                assert held == [1] * n
+            else:
+                assert len({piece.n for piece in pieces}) == 1
+                # q and what has no heads: one rank each; a KV head: its share of the ranks
+                assert set(held) <= {1, max(1, tp // 6)}
+    assert possible == degrees
+    assert all(f" {tp} ranks" in why or f"at tp {tp}:" in why for tp, why in refused.items())
+
+
+def test_p13_more_ranks_than_kv_heads():
+    """8 q heads, 2 KV heads of 64, tp 4: two q heads and one KV head a rank, 256 rows in all."""
+    parts = {"q": 512, "k": 128, "v": 128}
+    cuts = {part: cut_of(Role("qkv", part, "g"), n, LLAMA) for part, n in parts.items()}
+    for rank in range(4):
+        pieces = {part: shard(cuts[part], n, 512, 4, rank) for part, n in parts.items()}
+        assert sum(piece.n for piece in pieces.values()) == 256
+        assert pieces["k"].rows == pieces["v"].rows == (((rank // 2) * 64, (rank // 2) * 64 + 64),)
+    with pytest.raises(CannotShard, match="2 heads of 64 rows do not divide by 3 ranks"):
+        shard(cuts["k"], 128, 512, 3)
+
+
 def test_replicated_and_unknown_are_never_cut():
     for role in (Role("replicated"), Role("unknown")):
         piece = shard(cut_of(role, 97, LLAMA), 97, 33, 8, 5)

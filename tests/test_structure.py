@@ -16,6 +16,7 @@ PACKAGE = Path(mxfp4prep.__file__).parent
 # Rooms from the ground up: a room imports only from rooms above it in this list, and itself.
 ROOMS = [
     "errors",
+    "marks",
     "findings",
     "collector",
     "io",
@@ -24,15 +25,24 @@ ROOMS = [
     "sums",
     "lookalikes",
     "safefile",
+    "architectures",
     "parallel",
     "alignment",
+    "deployment",
     "manifest",
     "prepared",
     "layouts",
     "mxfp4",
     "quark",
     "checkpoint",
+    "hub",
+    "values",
+    "shared_experts",
     "survey",
+    "decisions",
+    "cost",
+    "engines",
+    "auditing",
     "plan",
     "records",
     "workers",
@@ -50,16 +60,19 @@ ROOMS = [
     "restore",
     "verify",
     "report",
+    "comparison",
     "schemas",
     "demo",
     "options",
     "commands",
+    "diff_command",
     "prepared_commands",
     "cli",
     "__main__",
 ]
 RUNTIME_MAY_USE = {
-    "errors", "io", "safefile", "parallel", "alignment", "manifest", "prepared", "layouts", "mxfp4",
+    "errors", "marks", "io", "safefile", "parallel", "alignment", "manifest", "prepared",
+    "layouts", "mxfp4",
 }  # fmt: skip
 
 
