@@ -25,6 +25,11 @@ SCALE_COLUMN_MULTIPLE = 8
 BAD_SCALE_ROWS = frozenset({96})
 """Row counts whose ASM kernel answers wrongly for M <= 64 (AITER issue 5931, vLLM PR 58139)."""
 
+WIDEST_UNGUARDED_TILE = 256
+"""Rows of the ASM tile that AITER's heuristic takes for shapes without a tuned entry and whose
+epilogue does not test N: its last tile writes all 256 output columns.
+Source: hsa/gfx950/f4gemm disassembled, and csrc/py_itfs_cu/asm_gemm_a4w4.cu, at AITER e4048607."""
+
 REASONS: dict[str, str] = {
     "scale_rows": "scale rows are not a multiple of 32",
     "scale_cols": "scale columns are not a multiple of 8 (K is not a multiple of 256)",
@@ -44,8 +49,15 @@ HAZARDS: dict[str, str] = {
     "short_group": "the last scale group of a row covers fewer than 32 values",
     "mixed_group": REASONS["mixed_group"],
     "nan_scale": "some scale bytes are 255: their groups decode to NaN",
+    "small_n": "fewer than 256 rows on a rank: for shapes without a tuned entry AITER may choose "
+    "an ASM tile of 256 rows, which writes beyond the layer's outputs (at small M; from M = 2048 "
+    "on also where rows % 256 != 0). Read from its kernels, unconfirmed on hardware; a tuned "
+    "entry for the shape avoids it",
 }
 """Hazard codes and what they say: nothing that stops a path, but worth knowing."""
+
+ASM_HAZARDS = frozenset({"small_n"})
+"""Hazards of the ASM kernels, which a layer on another path does not have."""
 
 
 class Verdict(NamedTuple):
@@ -68,8 +80,12 @@ def scale_columns(k: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def judge_matrix(rows: int, k: int, is_matrix: bool = True) -> Verdict:
-    """The verdict on a whole (rows, k) matrix as one kernel call sees it."""
+def judge_matrix(rows: int, k: int, is_matrix: bool = True, dense_a4w4: bool = False) -> Verdict:
+    """The verdict on a whole (rows, k) matrix as one kernel call sees it.
+
+    dense_a4w4   AITER's dense W4A4 GEMM runs it as it is: no other scheme, no matrix of a bank
+                 (which the MoE kernels run), no part that is fused with others first
+    """
     reasons = []
     if not is_matrix:
         reasons.append("not_2d")
@@ -79,26 +95,35 @@ def judge_matrix(rows: int, k: int, is_matrix: bool = True) -> Verdict:
         reasons.append("scale_cols")
     if rows in BAD_SCALE_ROWS:
         reasons.append("bad_tile")
-    hazards = ("short_group",) if k % SCALE_GROUP else ()
+    hazards = ["short_group"] if k % SCALE_GROUP else []
+    if dense_a4w4 and not reasons and 0 < rows < WIDEST_UNGUARDED_TILE:
+        hazards.append("small_n")
     return Verdict(
-        "triton" if reasons else "asm", (rows, scale_columns(k)), tuple(reasons), hazards
+        "triton" if reasons else "asm", (rows, scale_columns(k)), tuple(reasons), tuple(hazards)
     )
 
 
 @lru_cache(maxsize=65536)
-def judge_layer(cut: Cut, n: int, k: int, tp_size: int, is_matrix: bool = True) -> Verdict:
+def judge_layer(
+    cut: Cut, n: int, k: int, tp_size: int, is_matrix: bool = True, dense_a4w4: bool = False
+) -> Verdict:
     """The verdict on one stored (n, k) tensor, cut by itself over `tp_size` ranks."""
     try:
         piece = shard(cut, n, k, tp_size)
         last = shard(cut, n, k, tp_size, tp_size - 1)
     except CannotShard as error:
         return Verdict("impossible", None, (error.reason,), (), error.what)
-    # Ranks hold equal pieces but for a vocabulary, whose last rank may be short.
-    first = judge_matrix(piece.n, piece.k, is_matrix)
-    return stricter(first, judge_matrix(last.n, last.k, is_matrix))
+    # Ranks hold equal pieces but for a vocabulary, whose last rank may be short: then it is that
+    # rank's hazards that count, since fewer rows can only add some.
+    return stricter(
+        judge_matrix(piece.n, piece.k, is_matrix, dense_a4w4),
+        judge_matrix(last.n, last.k, is_matrix, dense_a4w4),
+    )
 
 
-def judge_group(members: Iterable[tuple[Cut, int]], k: int, tp_size: int) -> Verdict:
+def judge_group(
+    members: Iterable[tuple[Cut, int]], k: int, tp_size: int, dense_a4w4: bool = False
+) -> Verdict:
     """The verdict on the concatenation, along rows, of every member's piece on one rank.
 
     members   (cut, n) of each part, in any order; all parts have the same k
@@ -111,12 +136,34 @@ def judge_group(members: Iterable[tuple[Cut, int]], k: int, tp_size: int) -> Ver
             return Verdict("impossible", None, (error.reason,), (), error.what)
         rows += piece.n
         k_rank = piece.k
-    return judge_matrix(rows, k_rank)
+    return judge_matrix(rows, k_rank, dense_a4w4=dense_a4w4)
 
 
 _STRICTNESS: dict[Path, int] = {"asm": 0, "triton": 1, "impossible": 2}
 
 
 def stricter(first: Verdict, second: Verdict) -> Verdict:
-    """The verdict that allows less; the first when both allow the same."""
-    return second if _STRICTNESS[second.path] > _STRICTNESS[first.path] else first
+    """The verdict that allows less; when both allow the same, the first with the second's hazards.
+
+    The second is what the kernel sees (a fused whole, the last rank), so what is dangerous about
+    the first alone (few rows) need not be about it.
+    """
+    allowed = _STRICTNESS[second.path] - _STRICTNESS[first.path]
+    if allowed > 0:
+        return second
+    if allowed < 0 or first.hazards == second.hazards:
+        return first
+    return _with_hazards(first, second.hazards)
+
+
+@lru_cache(maxsize=65536)
+def demoted(verdict: Verdict, reason: str) -> Verdict:
+    """An asm verdict as the triton one that `reason` makes of it."""
+    hazards = tuple(hazard for hazard in verdict.hazards if hazard not in ASM_HAZARDS)
+    return verdict._replace(path="triton", reasons=(reason,), hazards=hazards)
+
+
+@lru_cache(maxsize=65536)
+def _with_hazards(verdict: Verdict, hazards: tuple[str, ...]) -> Verdict:
+    # Cached so that like layers share one verdict.
+    return verdict._replace(hazards=hazards)

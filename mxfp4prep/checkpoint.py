@@ -1,12 +1,17 @@
-"""A checkpoint directory as it really is: shards by their headers, the index, config, side files.
+"""A checkpoint as it really is: shards by their headers, the index, config, side files.
 
 Headers decide what exists; the index only says which files belong together. Nothing is read but
-config.json, the index and the shards' headers, and nothing is written.
+config.json, the index and the shards' headers, and nothing is written. Where the files lie is the
+business of `Files`: everything that is checked is checked here, once, for a directory and for a
+repository on the Hub alike.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +20,21 @@ from mxfp4prep.directory import SKIPPED_DIRS, list_files
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, read_object
 from mxfp4prep.errors import InvalidCheckpoint, Unsupported
 from mxfp4prep.findings import Finding
-from mxfp4prep.manifest import MANIFEST_NAME, QUANT_METHOD
+from mxfp4prep.marks import (
+    MANIFEST_NAME,
+    QUANT_METHOD,
+)
 from mxfp4prep.safefile import Header, TensorEntry, read_header
+
+_NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file. `name` is its path inside the checkpoint, with forward slashes."""
+    """One safetensors file. `name` is its path inside the checkpoint, with forward slashes.
+
+    `path` is where it lies; where it would lie after a download if it is on the Hub only.
+    """
 
     name: str
     path: Path
@@ -30,10 +43,13 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Everything that headers and JSON files say about a checkpoint directory.
+    """Everything that headers and JSON files say about a checkpoint.
 
-    tensors      every tensor of every shard, by name
+    root         its directory; for one on the Hub its snapshot in the cache, where config and
+                 index lie
     side_files   every other file that a faithful copy needs, sorted, paths inside the directory
+    tensors      every tensor of every shard, by name
+    absent       names of files that are on the Hub and not in `root`; none of a directory's own
     """
 
     root: Path
@@ -48,9 +64,53 @@ class Checkpoint:
     tensors: dict[str, TensorEntry]
     shard_of: dict[str, Shard]
     findings: tuple[Finding, ...]
+    absent: frozenset[str] = frozenset()
+
+    @property
+    def repo(self) -> str | None:
+        """The Hub repository it comes from, as ORG/NAME, where that is known."""
+        return hub_origin(self.root)[0]
+
+    @property
+    def commit(self) -> str | None:
+        """The commit of `repo`, where that is known."""
+        return hub_origin(self.root)[1]
+
+    def require_local(self, names: Iterable[str] | None = None) -> None:
+        """Raises Unsupported unless the files `names` are in `root`; all files by default."""
+        missing = sorted(self.absent if names is None else self.absent.intersection(names))
+        if missing:
+            raise Unsupported(
+                missing[0],
+                f"{_some(missing)} on the Hub only: an audit reads no more than headers there",
+                hint=f"download it first: hf download {self.repo} --revision {self.commit}",
+            )
 
 
-@collector_paused()
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of one checkpoint and how to read them, wherever they are.
+
+    where     what errors call the checkpoint
+    root      see Checkpoint
+    names     every file, sorted, paths inside the checkpoint
+    skipped   folders of SKIPPED_DIRS that are there and not in `names`, sorted
+    document  from a JSON file's name its bytes and the object in them
+    headers   from shard names and the index (tensor -> shard) the headers, in the same order
+    again     the way out when a file is missing
+    absent    see Checkpoint
+    """
+
+    where: object
+    root: Path
+    names: Sequence[str]
+    skipped: Sequence[str]
+    document: Callable[[str], tuple[bytes, dict[str, Any]]]
+    headers: Callable[[Sequence[str], Mapping[str, str]], Iterable[Header]]
+    again: str
+    absent: frozenset[str] = frozenset()
+
+
 def open_checkpoint(root: Path) -> Checkpoint:
     """The checkpoint in directory `root`, checked for everything headers can tell.
 
@@ -66,25 +126,49 @@ def open_checkpoint(root: Path) -> Checkpoint:
             if root.exists()
             else "for a Hub repository, download it first: hf download ORG/NAME --local-dir DIR",
         )
+    return read_checkpoint(local_files(root))
+
+
+def local_files(root: Path, *, again: str = "download the checkpoint again") -> Files:
+    """The files of the directory `root`. Raises InvalidCheckpoint unless it holds a config.json."""
     given, root = root, root.resolve()
     if not (root / CONFIG_NAME).exists() and not (root / CONFIG_NAME).is_symlink():
         raise InvalidCheckpoint(given, f"no {CONFIG_NAME} in it", hint=_place_hint(root))
-    files = list_files(root)
-    refuse_prepared(root, files)
-    config_bytes, config = _read_config(root)
-    index_bytes, indexed, metadata = _read_index(root, files)
+    return Files(
+        where=root,
+        root=root,
+        names=list_files(root),
+        skipped=[name for name in sorted(SKIPPED_DIRS) if (root / name).is_dir()],
+        document=lambda name: read_object(root / name, name),
+        headers=lambda names, _: [read_header(root / name, name=name) for name in names],
+        again=again,
+    )
+
+
+@collector_paused()
+def read_checkpoint(files: Files) -> Checkpoint:
+    """The checkpoint that `files` are, checked for everything headers can tell.
+
+    Raises as open_checkpoint, and whatever reading raises.
+    """
+    root = files.root
+    refuse_prepared(files.where, files.names)
+    config_bytes, config = _read_config(files)
+    index_bytes, indexed, metadata = _read_index(files)
     findings: list[Finding] = []
-    skipped = [name for name in sorted(SKIPPED_DIRS) if (root / name).is_dir()]
-    if skipped:
+    if files.skipped:
         message = "a download tool's bookkeeping, not part of the checkpoint: not copied"
-        findings.append(Finding("skipped_folder", "note", ", ".join(skipped), message))
-    names = _shard_names(root, files, indexed, findings)
-    shards = tuple(Shard(name, root / name, read_header(root / name, name=name)) for name in names)
+        findings.append(Finding("skipped_folder", "note", ", ".join(files.skipped), message))
+    names = _shard_names(files, indexed, findings)
+    headers = files.headers(names, indexed)
+    shards = tuple(
+        Shard(name, root / name, header) for name, header in zip(names, headers, strict=True)
+    )
     shard_of, tensors = _collect(shards, findings)
     if index_bytes is not None:
-        _check_index(indexed, shard_of, tensors, metadata, findings)
+        _check_index(files, indexed, shard_of, tensors, metadata, findings)
     weights = set(names)
-    side = [f for f in files if f not in weights and f not in (CONFIG_NAME, INDEX_NAME)]
+    side = [f for f in files.names if f not in weights and f not in (CONFIG_NAME, INDEX_NAME)]
     return Checkpoint(
         root=root,
         name=(hub_origin(root)[0] or root.name).rpartition("/")[2],
@@ -98,6 +182,7 @@ def open_checkpoint(root: Path) -> Checkpoint:
         tensors=tensors,
         shard_of=shard_of,
         findings=tuple(findings),
+        absent=files.absent,
     )
 
 
@@ -119,34 +204,32 @@ def hub_origin(root: Path) -> tuple[str | None, str | None]:
     return None, None
 
 
-def refuse_prepared(root: Path, files: list[str]) -> None:
-    """Raises Unsupported when `root` carries our manifest: preparing twice would shuffle twice."""
-    if MANIFEST_NAME in files:
+def refuse_prepared(where: object, names: Iterable[str]) -> None:
+    """Raises Unsupported when our manifest is there: preparing twice would shuffle twice."""
+    if MANIFEST_NAME in names:
         raise Unsupported(
-            root,
+            where,
             f"is already prepared: found {MANIFEST_NAME}",
             hint="read it with `mxfp4prep show`, or undo it with `mxfp4prep restore`",
         )
 
 
-def _read_config(root: Path) -> tuple[bytes, dict[str, Any]]:
-    raw, config = read_object(root / CONFIG_NAME, CONFIG_NAME)
+def _read_config(files: Files) -> tuple[bytes, dict[str, Any]]:
+    raw, config = files.document(CONFIG_NAME)
     quantization = config.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD:
         raise Unsupported(
-            root,
+            files.where,
             f"is already prepared: config.json says quant_method {QUANT_METHOD}",
             hint="undo it with `mxfp4prep restore`, or start from the original checkpoint",
         )
     return raw, config
 
 
-def _read_index(
-    root: Path, files: list[str]
-) -> tuple[bytes | None, dict[str, str], dict[str, Any]]:
-    if INDEX_NAME not in files:
+def _read_index(files: Files) -> tuple[bytes | None, dict[str, str], dict[str, Any]]:
+    if INDEX_NAME not in files.names:
         return None, {}, {}
-    raw, document = read_object(root / INDEX_NAME, INDEX_NAME)
+    raw, document = files.document(INDEX_NAME)
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InvalidCheckpoint(
@@ -174,31 +257,30 @@ def _is_inside(name: str) -> bool:
     )
 
 
-def _shard_names(
-    root: Path, files: list[str], indexed: dict[str, str], findings: list[Finding]
-) -> list[str]:
-    present = [name for name in files if name.endswith(".safetensors") and "/" not in name]
+def _shard_names(files: Files, indexed: dict[str, str], findings: list[Finding]) -> list[str]:
+    present = [name for name in files.names if name.endswith(".safetensors") and "/" not in name]
     if not indexed:
         if not present:
-            found = next((f for f in files if f.endswith((".bin", ".pt", ".pth", ".gguf"))), None)
+            other = (".bin", ".pt", ".pth", ".gguf")
+            found = next((name for name in files.names if name.endswith(other)), None)
             raise InvalidCheckpoint(
-                root,
+                files.where,
                 "no .safetensors file",
                 found=f"{found}, which is not safetensors and is never unpickled"
                 if found
                 else None,
-                hint="export the model with safetensors",
+                hint="export the model with safetensors" if found else files.again,
             )
+        _refuse_gaps(files, present)
         return present
     wanted = sorted(set(indexed.values()))
-    missing = [name for name in wanted if name not in set(files)]
+    here = set(files.names)
+    missing = [name for name in wanted if name not in here]
     if missing:
         raise InvalidCheckpoint(
             INDEX_NAME,
-            f"{len(missing)} of {len(wanted)} files it names are not here: "
-            + ", ".join(missing[:5])
-            + (", ..." if len(missing) > 5 else ""),
-            hint="download the checkpoint again",
+            f"{len(missing)} of {len(wanted)} files it names are not here: {_few(missing, 5)}",
+            hint=files.again,
         )
     strays = [name for name in present if name not in set(wanted)]
     if strays:
@@ -212,6 +294,26 @@ def _shard_names(
             )
         )
     return wanted
+
+
+def _refuse_gaps(files: Files, present: Sequence[str]) -> None:
+    """Without an index only the names say how many shards there are: `NAME-00001-of-00003`."""
+    sets: dict[tuple[str, int], set[int]] = {}
+    for name in present:
+        match = _NUMBERED.fullmatch(name)
+        if match is not None:
+            sets.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    for (stem, total), numbers in sets.items():
+        missing = total - len(numbers.intersection(range(1, total + 1)))
+        if missing:
+            gone = (number for number in range(1, total + 1) if number not in numbers)
+            names = [f"{stem}-{n:05d}-of-{total:05d}.safetensors" for n in islice(gone, 6)]
+            raise InvalidCheckpoint(
+                files.where,
+                f"{missing} of {total} shards are not here, by the names of the others: "
+                + _few(names, 5),
+                hint=files.again,
+            )
 
 
 def _collect(
@@ -235,6 +337,7 @@ def _collect(
 
 
 def _check_index(
+    files: Files,
     indexed: dict[str, str],
     shard_of: dict[str, Shard],
     tensors: dict[str, TensorEntry],
@@ -247,7 +350,7 @@ def _check_index(
             raise InvalidCheckpoint(
                 INDEX_NAME,
                 f"tensor {tensor} is not in {name}, nor in any other shard",
-                hint="download the checkpoint again",
+                hint=files.again,
             )
         if shard.name != name:
             raise InvalidCheckpoint(
@@ -277,7 +380,10 @@ def _check_index(
         )
 
 
-def _some(names: list[str], most: int = 3) -> str:
+def _some(names: Sequence[str], most: int = 3) -> str:
     """`1 file (a)` or `5 (a, b, c, ...)`: a count and the first few."""
-    tail = ", ..." if len(names) > most else ""
-    return f"{len(names)} ({', '.join(names[:most])}{tail})"
+    return f"{len(names)} ({_few(names, most)})"
+
+
+def _few(names: Sequence[str], most: int) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

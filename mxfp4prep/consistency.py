@@ -14,7 +14,11 @@ from mxfp4prep import io
 from mxfp4prep.convert import prepared_config
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, JSON_LIMIT, parse_object
 from mxfp4prep.errors import InvalidCheckpoint
-from mxfp4prep.manifest import DIGESTS_NAME, SOURCE_DIR, FileRecord
+from mxfp4prep.manifest import FileRecord
+from mxfp4prep.marks import (
+    DIGESTS_NAME,
+    SOURCE_DIR,
+)
 from mxfp4prep.prepared import PreparedFiles
 
 ORIGINAL_CONFIG = f"{SOURCE_DIR}/{CONFIG_NAME}"

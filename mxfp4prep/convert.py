@@ -22,6 +22,14 @@ from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, format_object
 from mxfp4prep.errors import IOFailed, Unsupported
 from mxfp4prep.findings import Finding
 from mxfp4prep.manifest import (
+    DigestsRecord,
+    FileRecord,
+    Manifest,
+    SourceRecord,
+    TargetRecord,
+    dump,
+)
+from mxfp4prep.marks import (
     DIGEST_ALGORITHM,
     DIGESTS_NAME,
     FORMAT_VERSION,
@@ -30,12 +38,6 @@ from mxfp4prep.manifest import (
     QUANT_METHOD,
     SOURCE_DIR,
     SUMS_NAME,
-    DigestsRecord,
-    FileRecord,
-    Manifest,
-    SourceRecord,
-    TargetRecord,
-    dump,
 )
 from mxfp4prep.plan import Plan, ShardPlan
 from mxfp4prep.records import copied_records, finding_records, layer_records
@@ -235,6 +237,7 @@ def _write_manifest(plan: Plan, stage: Path, written: _Written) -> Manifest:
             layout=plan.layout,
             keep=list(plan.keep),
             parallel=[f"{pattern}={kind}" for pattern, kind in plan.survey.rules],
+            expert_parallel=plan.survey.deployment.expert_parallel,
         ),
         digests=DigestsRecord(
             name=DIGESTS_NAME, sha256=digests_file.sha256, algorithm=DIGEST_ALGORITHM

@@ -14,16 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mxfp4prep.collector import collector_paused
 from mxfp4prep.errors import InvalidManifest
-
-FORMAT_VERSION = 1
-MANIFEST_NAME = "mxfp4prep.json"
-DIGESTS_NAME = "mxfp4prep.digests.json"
-SUMS_NAME = "SHA256SUMS"
-SOURCE_DIR = "source"
-HEADER_SUFFIX = ".header"
-"""`source/<shard>.header` keeps a safetensors header whose spelling is not the usual one."""
-QUANT_METHOD = "mxfp4prep"
-DIGEST_ALGORITHM = "xxh3_128"
+from mxfp4prep.marks import FORMAT_VERSION, MANIFEST_NAME
 
 SPELLED_OUT_LAYERS = 10_000
 """Above this many layers, fields that follow from others are left out: a 70,000-layer manifest
@@ -55,6 +46,7 @@ class TargetRecord(_Record):
     """What the files were laid out for, and what was asked: enough to plan the same again.
 
     layout, keep, parallel   as given to convert: --layout, --keep, and --parallel as PATTERN=KIND
+    expert_parallel          --ep: routed experts were judged whole, not cut over the ranks
     """
 
     gfx: str
@@ -64,6 +56,7 @@ class TargetRecord(_Record):
     layout: Literal["auto", "asm", "triton"]
     keep: list[str]
     parallel: list[str]
+    expert_parallel: bool = False
 
 
 class DigestsRecord(_Record):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mxfp4prep.alignment import Verdict
+from mxfp4prep.alignment import ASM_HAZARDS, Verdict
 from mxfp4prep.checkpoint import Shard
 from mxfp4prep.collector import collector_paused
 from mxfp4prep.errors import InvalidCheckpoint, Unsupported, UsageError
@@ -127,8 +127,11 @@ def make_plan(
         path: PathName = "triton" if reasons else "asm"
         weight_layout, scale_layout = PATHS["kept" if name in kept else path]
         verdicts = {degree: decided[degree][name] for degree in survey.tp}
-        hazards = tuple(dict.fromkeys(h for v in item.verdicts.values() for h in v.hazards))
-        hazards += ("mixed_group",) if name in mixed else ()
+        noticed = [h for v in item.verdicts.values() for h in v.hazards if h not in ASM_HAZARDS]
+        if path == "asm":
+            noticed += [h for degree in tp for h in decided[degree][name].hazards]
+        noticed += ["mixed_group"] if name in mixed else []
+        hazards = tuple(dict.fromkeys(noticed))
         layers.append(
             LayerPlan(
                 item.layer, item.role, path, reasons, hazards, verdicts, weight_layout, scale_layout

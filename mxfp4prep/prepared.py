@@ -16,13 +16,15 @@ from mxfp4prep import io
 from mxfp4prep.documents import CONFIG_NAME, JSON_LIMIT, parse_object, read_object
 from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest
 from mxfp4prep.manifest import (
+    FileRecord,
+    Manifest,
+    parse,
+)
+from mxfp4prep.marks import (
     DIGEST_ALGORITHM,
     FORMAT_VERSION,
     MANIFEST_NAME,
     QUANT_METHOD,
-    FileRecord,
-    Manifest,
-    parse,
 )
 
 CONVERT_HINT = "prepare the Quark checkpoint again with `mxfp4prep convert`"

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from mxfp4prep import __version__
 from mxfp4prep.alignment import RULE_VERSION
 from mxfp4prep.checkpoint import Checkpoint, Shard
+from mxfp4prep.deployment import Deployment
 from mxfp4prep.documents import CONFIG_NAME, read_object
-from mxfp4prep.manifest import SOURCE_DIR
+from mxfp4prep.marks import SOURCE_DIR
 from mxfp4prep.parallel import parse_rules
 from mxfp4prep.plan import Plan, TensorPlan, make_plan, surveyed_degrees
 from mxfp4prep.prepared import PreparedFiles
@@ -107,5 +108,7 @@ def _plan(prepared: PreparedFiles, shards: Mapping[str, tuple[Header, list[Tenso
         findings=(),
     )
     target = prepared.manifest.target
-    judged = survey(checkpoint, surveyed_degrees(target.tp), parse_rules(target.parallel))
+    deployment = Deployment(expert_parallel=target.expert_parallel)
+    rules = parse_rules(target.parallel)
+    judged = survey(checkpoint, surveyed_degrees(target.tp), rules, deployment)
     return make_plan(judged, target.tp, target.layout, target.keep)

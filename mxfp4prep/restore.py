@@ -14,7 +14,12 @@ from pathlib import Path
 from mxfp4prep.consistency import misplaced
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME
 from mxfp4prep.errors import IntegrityError
-from mxfp4prep.manifest import HEADER_SUFFIX, MANIFEST_NAME, SOURCE_DIR, FileRecord
+from mxfp4prep.manifest import FileRecord
+from mxfp4prep.marks import (
+    HEADER_SUFFIX,
+    MANIFEST_NAME,
+    SOURCE_DIR,
+)
 from mxfp4prep.plan import TensorPlan
 from mxfp4prep.prepared import PreparedFiles, open_prepared, read_digests
 from mxfp4prep.rederive import SHAPES, can_rederive, disagreements

@@ -16,7 +16,11 @@ from pathlib import Path
 from mxfp4prep import io
 from mxfp4prep.documents import JSON_LIMIT
 from mxfp4prep.errors import InvalidCheckpoint, IOFailed, UnsafeOutput
-from mxfp4prep.manifest import MANIFEST_NAME, SUMS_NAME, parse
+from mxfp4prep.manifest import parse
+from mxfp4prep.marks import (
+    MANIFEST_NAME,
+    SUMS_NAME,
+)
 
 _OWNER = re.compile(r"([0-9a-f]{8})-(\d+)-(\d+)$")
 

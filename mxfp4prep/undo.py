@@ -9,12 +9,14 @@ from mxfp4prep.documents import JSON_LIMIT
 from mxfp4prep.errors import IntegrityError, InvalidManifest
 from mxfp4prep.layouts import LAYOUTS
 from mxfp4prep.manifest import (
-    HEADER_SUFFIX,
-    SOURCE_DIR,
     FileRecord,
     LayerRecord,
     Manifest,
     StoredTensor,
+)
+from mxfp4prep.marks import (
+    HEADER_SUFFIX,
+    SOURCE_DIR,
 )
 from mxfp4prep.plan import TensorPlan
 from mxfp4prep.prepared import PreparedFiles

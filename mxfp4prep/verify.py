@@ -21,13 +21,13 @@ from mxfp4prep.consistency import contradictions
 from mxfp4prep.directory import list_files
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, JSON_LIMIT
 from mxfp4prep.errors import InvalidCheckpoint, Mxfp4PrepError, UsageError
-from mxfp4prep.manifest import (
+from mxfp4prep.manifest import FileRecord
+from mxfp4prep.marks import (
     DIGESTS_NAME,
     HEADER_SUFFIX,
     MANIFEST_NAME,
     SOURCE_DIR,
     SUMS_NAME,
-    FileRecord,
 )
 from mxfp4prep.original import SourceShard
 from mxfp4prep.plan import TensorPlan

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mxfp4prep.alignment import (
+    ASM_HAZARDS,
+    HAZARDS,
     REASONS,
+    Verdict,
+    demoted,
     judge_group,
     judge_layer,
     judge_matrix,
@@ -114,3 +118,83 @@ def test_every_reason_a_verdict_can_give_is_explained():
     given |= {"group_part", "mixed_group", "kept", "forced"}
     given |= {"split_rows", "split_cols", "split_groups"}
     assert given == set(REASONS)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "path", "hazards"),
+    [
+        (32, 256, "asm", ("small_n",)),
+        (64, 256, "asm", ("small_n",)),
+        (128, 5120, "asm", ("small_n",)),
+        (224, 256, "asm", ("small_n",)),
+        (256, 256, "asm", ()),
+        (288, 256, "asm", ()),  # no multiple of 256: said in words, not in a code of its own
+        (4096, 256, "asm", ()),
+        (96, 256, "triton", ()),
+        (48, 256, "triton", ()),
+        (128, 640, "triton", ()),
+        (64, 80, "triton", ("short_group",)),
+    ],
+)
+def test_few_rows_are_a_hazard_of_the_asm_path_alone(n, k, path, hazards):
+    verdict = judge_matrix(n, k, dense_a4w4=True)
+    assert (verdict.path, verdict.hazards) == (path, hazards)
+    others = tuple(hazard for hazard in hazards if hazard != "small_n")
+    assert judge_matrix(n, k) == verdict._replace(hazards=others)
+
+
+def test_few_rows_are_counted_on_a_rank():
+    made = {tp: judge_layer(rows(1024), 1024, 512, tp, dense_a4w4=True) for tp in (1, 2, 4, 8)}
+    assert {tp: verdict.hazards for tp, verdict in made.items()} == {
+        1: (),
+        2: (),
+        4: (),
+        8: ("small_n",),
+    }
+    assert judge_layer(rows(1024), 1024, 512, 8).hazards == ()
+    # A row-parallel layer keeps its rows.
+    assert judge_layer(COLUMNS, 256, 2048, 8, dense_a4w4=True).hazards == ()
+    assert judge_layer(COLUMNS, 128, 2048, 8, dense_a4w4=True).hazards == ("small_n",)
+
+
+def test_few_rows_of_a_fused_projection_are_counted_together():
+    members = [(rows(512), 512), (rows(512), 512)]
+    assert judge_group(members, 512, 8, dense_a4w4=True).hazards == ("small_n",)
+    assert judge_group(members, 512, 4, dense_a4w4=True).hazards == ()
+    assert judge_group(members, 512, 8).hazards == ()
+
+
+def test_the_short_last_rank_of_a_vocabulary_brings_its_own_hazard():
+    # 480 rows are padded to 512: 256 on the first of two ranks, 224 on the last
+    head = Cut("rows", (Block(480, 480, vocab=True),))
+    verdict = judge_layer(head, 480, 512, 2, dense_a4w4=True)
+    assert (verdict.path, verdict.scale_shard) == ("asm", (256, 16))
+    assert verdict.hazards == ("small_n",)
+    assert judge_layer(head, 480, 512, 1, dense_a4w4=True).hazards == ()
+
+
+def test_a_rank_without_rows_has_no_hazard():
+    assert judge_matrix(0, 256, dense_a4w4=True).hazards == ()
+
+
+def test_stricter_takes_the_hazards_of_the_whole():
+    part = Verdict("asm", (128, 16), (), ("small_n",))
+    whole = Verdict("asm", (384, 16), (), ())
+    assert stricter(part, whole) == Verdict("asm", (128, 16), (), ())
+    assert stricter(part, whole) is stricter(part, whole)
+    assert stricter(whole, part) == Verdict("asm", (384, 16), (), ("small_n",))
+    slow = Verdict("triton", (384, 20), ("scale_cols",), ("short_group",))
+    assert stricter(part, slow) is slow
+    assert stricter(slow, part) is slow
+
+
+def test_demoted_leaves_the_hazards_of_asm_behind():
+    part = Verdict("asm", (128, 16), (), ("small_n", "mixed_group"))
+    assert demoted(part, "group_part") == Verdict(
+        "triton", (128, 16), ("group_part",), ("mixed_group",)
+    )
+
+
+def test_every_hazard_a_layer_can_have_is_explained():
+    assert set(HAZARDS) == {"short_group", "mixed_group", "nan_scale", "small_n"}
+    assert set(HAZARDS) > ASM_HAZARDS

@@ -229,3 +229,34 @@ def test_folder_without_permission(sharded):
     (sharded / "sub").mkdir(mode=0)
     with pytest.raises(Mxfp4PrepError, match="permission"):
         open_checkpoint(sharded)
+
+
+def test_p65_without_an_index_the_names_say_how_many_shards_there_are(sharded):
+    (sharded / INDEX).unlink()
+    assert len(open_checkpoint(sharded).shards) == 3
+    (sharded / "model-00002-of-00003.safetensors").unlink()
+    error = fails(sharded, "1 of 3 shards are not here, .*: model-00002-of-00003.safetensors$")
+    assert error.hint == "download the checkpoint again"
+    (sharded / "model-00003-of-00003.safetensors").rename(sharded / "b-00007-of-99999.safetensors")
+    (sharded / "model-00001-of-00003.safetensors").rename(sharded / "a-00001-of-00001.safetensors")
+    names = ", ".join(f"b-{n:05d}-of-99999.safetensors" for n in (1, 2, 3, 4, 5))
+    fails(sharded, rf"99998 of 99999 shards are not here, .*: {names}, \.\.\.$")
+
+
+def test_numbers_in_other_names_count_nothing(sharded):
+    for i in (1, 2, 3):
+        old = sharded / f"model-{i:05d}-of-00003.safetensors"
+        old.rename(sharded / f"model-{i}-of-4.safetensors")
+    (sharded / INDEX).unlink()
+    assert len(open_checkpoint(sharded).shards) == 3
+
+
+def test_a_directory_lacks_nothing_and_knows_its_origin_in_the_cache(tmp_path):
+    commit = "0123456789abcdef" * 2 + "01234567"
+    root = tmp_path / "models--org--name-x" / "snapshots" / commit
+    checkpoint = open_checkpoint(write_checkpoint(root, LINEARS))
+    assert (checkpoint.repo, checkpoint.commit) == ("org/name-x", commit)
+    assert (checkpoint.name, checkpoint.absent) == ("name-x", frozenset())
+    checkpoint.require_local()
+    elsewhere = open_checkpoint(write_checkpoint(tmp_path / "models--org--name", LINEARS))
+    assert (elsewhere.repo, elsewhere.commit) == (None, None)

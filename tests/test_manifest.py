@@ -70,6 +70,7 @@ def document(*layers, **changes):
             "layout": "auto",
             "keep": [],
             "parallel": [],
+            "expert_parallel": False,
         },
         "digests": {"name": "mxfp4prep.digests.json", "sha256": "0" * 64, "algorithm": "xxh3_128"},
         "files": [

@@ -7,7 +7,7 @@ explain is refused, with both facts: guessing here is how nonsense gets served.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 
 _INPUT_SCALES = ("input_scale", "input_quantizer.scale")
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Leaves of modules that choose experts or weigh the shared one; `gate_proj` is another thing."""
 SchemeName = Literal["w4a4", "w4a16", "w4a8", "w4a6"]
 
 
@@ -121,9 +123,10 @@ def classify(
         ]
     )
     _remark_on_loose(stock, tensors, labels, remarks)
-    if tied:
-        heads = (layer.name for layer in layers if layer.name.rpartition(".")[2] == "lm_head")
-        remarks.add("tied_quantized_head", *heads)
+    _remark_on_mixed_drafts(layers, stock, labels, remarks)
+    heads = (layer.name for layer in layers if layer.name.rpartition(".")[2] == "lm_head")
+    remarks.add("tied_quantized_head" if tied else "quantized_head", *heads)
+    _remark_on_rounding(layers, remarks)
     return Classified(
         layers=layers,
         others={module: label_of(entry) for module, entry in stock.others.items()},
@@ -176,6 +179,10 @@ def _layers(
 def _remark_on_layer(layer: QuarkLayer, remarks: Remarks) -> None:
     if _is_lookup_or_norm(layer.name):
         remarks.add("quantized_embedding", layer.name)
+    elif layer.kind == "linear" and _is_router(layer.name):
+        remarks.add("quantized_router", layer.name)
+    if not layer.is_matrix:
+        remarks.add("quantized_convolution", layer.name)
     if layer.k % SCALE_GROUP:
         remarks.add("short_group", layer.name)
     if layer.scale.name.endswith(".weight_quantizer.scale"):
@@ -260,6 +267,11 @@ def _remark_on_others(
                 remarks.add("pattern_order" if explained else "config_disagrees", module)
         elif labels.get(weight.name) == "mtp":
             remarks.add("mtp_unlisted", module)
+        elif len(weight.shape) == 3 and ("expert" in module or "moe" in module):
+            place = f"{module} ({label_of(weight)})"
+            remarks.add("unquantized_experts", place, nbytes=weight.nbytes)
+        elif kind_of(module) == "linear" and _is_router(module):
+            remarks.add("unquantized_router", module)
         else:
             remarks.add("unquantized", module)
 
@@ -267,6 +279,37 @@ def _remark_on_others(
 def _is_lookup_or_norm(module: str) -> bool:
     leaf = module.rpartition(".")[2]
     return "embed" in leaf or leaf in ("wte", "wpe") or leaf.endswith("norm")
+
+
+def _is_router(module: str) -> bool:
+    *parents, leaf = module.split(".")
+    if leaf in _ROUTERS:
+        return not any("attn" in parent or "attention" in parent for parent in parents)
+    return "router" in parents
+
+
+def _remark_on_mixed_drafts(
+    layers: Sequence[QuarkLayer], stock: Stock, labels: Mapping[str, str], remarks: Remarks
+) -> None:
+    """Draft layers that hold MXFP4 weights and others that could have been."""
+    drafts = {name for name, label in labels.items() if label == "mtp"}
+    if not drafts or drafts.isdisjoint(layer.weight.name for layer in layers):
+        return
+    for module, weight in stock.others.items():
+        is_matrix = len(weight.shape) > 1 and not _is_lookup_or_norm(module)
+        if is_matrix and weight.name in drafts:
+            remarks.add("mtp_mixed", f"{module} ({label_of(weight)})")
+
+
+def _remark_on_rounding(layers: Sequence[QuarkLayer], remarks: Remarks) -> None:
+    """How inputs are to be rounded to an MX format, which headers cannot enforce on an engine."""
+    for layer in layers:
+        mode = layer.activation.scale_mode
+        if layer.scheme in ("w4a4", "w4a6") and mode not in ("even", None):
+            remarks.add("rounding_not_even", f"{layer.name} ({mode})")
+        elif layer.scheme == "w4a4":
+            code = "rounding_unstated" if mode is None else "activation_rounding"
+            remarks.add(code, layer.name)
 
 
 def _other_experts(stock: Stock) -> Iterator[tuple[str, Kind, str]]:

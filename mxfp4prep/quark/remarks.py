@@ -1,7 +1,8 @@
 """What is worth telling about a readable checkpoint: one finding per kind, for all its places.
 
 A model has tens of thousands of layers; a remark about each would hide the one that matters. The
-table below holds every code, its severity and its sentence.
+table below holds every code, its severity and its sentence. What is said about engines was read in
+vLLM 0.33, SGLang 0.5.23, ATOM ffdf3bb and AITER e4048607, or stands in the thread that is named.
 """
 
 from __future__ import annotations
@@ -14,11 +15,36 @@ from mxfp4prep.parallel import Kind
 SHOWN = 3
 """Places that a finding names before it says how many more there are."""
 
-_TEXTS: dict[str, tuple[Severity, str]] = {
+TEXTS: dict[str, tuple[Severity, str]] = {
     "tied_quantized_head": (
         "error",
         "the head is quantized although config.json says tie_word_embeddings: an engine that ties "
         "it to the embedding ignores the stored head. Set tie_word_embeddings to false",
+    ),
+    "quantized_head": (
+        "note",
+        "the head is quantized: judged like any column layer, its vocabulary padded to a multiple "
+        "of 64 before it is split. Engines that build heads unquantized leave out its scale, some "
+        "without an error (vLLM issue 57532)",
+    ),
+    "activation_rounding": (
+        "note",
+        "inputs are rounded to FP4 at run time, and config.json says scale_calculation_mode even, "
+        "as Quark calibrates: check that the engine rounds so. AITER's Triton quantization (vLLM, "
+        "SGLang) does; its HIP quantization rounds scales up by default, and down before 0.1.16. "
+        "ATOM gained 1.8 % on GSM8K with even (ATOM PR 1601)",
+    ),
+    "rounding_unstated": (
+        "note",
+        "inputs are rounded to FP4 at run time, and config.json has no scale_calculation_mode. "
+        "Quark calibrates with even: check that the engine rounds so. AITER's HIP quantization "
+        "rounds scales up by default, and down before 0.1.16",
+    ),
+    "rounding_not_even": (
+        "warning",
+        "config.json asks for inputs rounded with another scale_calculation_mode than even. "
+        "AITER's Triton quantization (vLLM, SGLang) knows only even, and its HIP quantization "
+        "rounds scales up by default: measure the accuracy, or quantize again with even",
     ),
     "missing_input_scale": (
         "error",
@@ -44,23 +70,57 @@ _TEXTS: dict[str, tuple[Severity, str]] = {
     ),
     "unquantized": (
         "note",
-        "stored unquantized and not excluded by the config (routers and other modules that are "
-        "no linears never are), copied",
+        "stored unquantized and not excluded by the config (modules that are no linears never "
+        "are), copied. An engine that goes by the config builds a linear among them as FP4",
+    ),
+    "unquantized_router": (
+        "note",
+        "routers are stored unquantized, as they should be, but the config does not exclude them "
+        "(Quark lists only linears), copied. An engine that goes by the config builds them as FP4 "
+        "and cannot load them (vLLM PR 48606)",
+    ),
+    "unquantized_experts": (
+        "warning",
+        "experts stacked in 3-D tensors are stored unquantized and not excluded by the config: "
+        "Quark quantizes them only when they were split into linears first. Copied, at full size; "
+        "an engine that goes by the config builds them as FP4",
+    ),
+    "quantized_router": (
+        "warning",
+        "a router is quantized (Quark's file2file does so unless exclude names it): rounding it "
+        "changes which experts are chosen, and engines that build routers unquantized cannot "
+        "load it. Quantize again with the router excluded",
+    ),
+    "quantized_convolution": (
+        "warning",
+        "a tensor that is no matrix, such as a convolution, is quantized (Quark's file2file does "
+        "so unless exclude names it): engines build these unquantized and cannot load it",
     ),
     "exclude_parent": (
         "warning",
         "quantized, although an exclude entry names a module above: Quark 0.12 reads such an "
         "entry as everything below, other versions as that module alone. Taken as stored",
     ),
-    "mtp_layers": ("note", "tensors of multi-token prediction (draft) layers"),
+    "mtp_layers": (
+        "note",
+        "tensors of multi-token prediction (draft) layers, in the dtype they are stored in. "
+        "Engines leave them out unless asked for speculative decoding: vLLM --speculative-config "
+        '\'{"method": "mtp", "num_speculative_tokens": 1}\', SGLang --speculative-algorithm EAGLE',
+    ),
+    "mtp_mixed": (
+        "note",
+        "draft layers are quantized in part: these of their weights are not MXFP4, copied",
+    ),
     "mtp_unlisted": (
         "warning",
         "draft-layer weights are stored unquantized but the config does not exclude them: engines "
-        "that trust the config build them as FP4",
+        "that trust the config build them as FP4 and fail once speculative decoding is on (vLLM "
+        "PR 49187). Add them to exclude, or serve without it",
     ),
     "partial_experts": (
         "warning",
-        "only some matrices of this bank of experts are quantized: engines treat a bank as one",
+        "the matrices of one bank of experts differ in scheme: engines treat a bank as one, and "
+        "one excluded expert as all of them excluded",
     ),
     "shared_expert_not_fusable": (
         "warning",
@@ -76,7 +136,12 @@ _TEXTS: dict[str, tuple[Severity, str]] = {
         "note",
         "scales are named weight_quantizer.scale (Quark 0.11): kept, but engines may not know it",
     ),
-    "kv_scales": ("note", "scales of the key-value cache or of attention, copied unchanged"),
+    "kv_scales": (
+        "note",
+        "calibrated FP8 scales of the key-value cache or of attention, copied unchanged. Engines "
+        "use them only with an FP8 cache (vLLM --kv-cache-dtype fp8) and only for models whose "
+        "loader knows them: others run at scale 1.0 without an error (vLLM issue 54623)",
+    ),
     "rotation": (
         "warning",
         "online rotations: the activations of the rotated layers have to be rotated at run time, "
@@ -90,6 +155,7 @@ _TEXTS: dict[str, tuple[Severity, str]] = {
         "layer_type_quant_config names classes other than Linear, which names on disk cannot tell",
     ),
 }
+"""Code -> severity and sentence."""
 
 
 class Remarks:
@@ -97,11 +163,14 @@ class Remarks:
 
     def __init__(self) -> None:
         self._places: dict[str, list[str]] = {}
+        self._nbytes: dict[str, int] = {}
 
-    def add(self, code: str, *places: str) -> None:
-        """Note `code`, a key of the table, at `places`."""
+    def add(self, code: str, *places: str, nbytes: int = 0) -> None:
+        """Note `code`, a key of the table, at `places`, which take `nbytes` where that matters."""
         if places:
             self._places.setdefault(code, []).extend(places)
+        if nbytes:
+            self._nbytes[code] = self._nbytes.get(code, 0) + nbytes
 
     def add_experts(self, modules: Iterable[tuple[str, Kind, str]]) -> None:
         """Notes banks of experts that are quantized in part, and shared experts unlike them.
@@ -130,9 +199,14 @@ class Remarks:
     def findings(self) -> tuple[Finding, ...]:
         """One finding per code; `where` is its first place."""
         return tuple(
-            Finding(code, _TEXTS[code][0], places[0], f"{_TEXTS[code][1]}: {places_text(places)}")
+            Finding(code, TEXTS[code][0], places[0], f"{TEXTS[code][1]}: {self._size(code)}{text}")
             for code, places in self._places.items()
+            for text in (places_text(places),)
         )
+
+    def _size(self, code: str) -> str:
+        nbytes = self._nbytes.get(code)
+        return "" if nbytes is None else f"{nbytes:,} bytes in "
 
 
 def places_text(places: Sequence[str] | Iterable[str]) -> str:

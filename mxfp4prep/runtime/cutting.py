@@ -35,7 +35,8 @@ class Cutter:
         if tp_size < 1 or not 0 <= tp_rank < tp_size:
             found = f"tp_rank {tp_rank}, tp_size {tp_size}"
             raise UsageError("load", "no such rank", found=found, expected="0 <= tp_rank < tp_size")
-        return cls(tp_rank, tp_size, topology, assign_roles(list(names), parse_rules(rules)))
+        roles = assign_roles(list(names), parse_rules(rules), topology.model_type)
+        return cls(tp_rank, tp_size, topology, roles)
 
     def part(self, record: LayerRecord) -> str:
         """Which part of an expert or fused projection the layer's name says it is, or ""."""

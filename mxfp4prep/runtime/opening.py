@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest
-from mxfp4prep.manifest import MANIFEST_NAME, FileRecord, LayerRecord, Manifest
+from mxfp4prep.manifest import (
+    FileRecord,
+    LayerRecord,
+    Manifest,
+)
+from mxfp4prep.marks import MANIFEST_NAME
 from mxfp4prep.prepared import CONVERT_HINT, VERIFY_HINT, open_prepared, read_digests
 from mxfp4prep.runtime.agreement import Place, check_layer
 from mxfp4prep.safefile import read_header
