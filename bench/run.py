@@ -1,6 +1,7 @@
 """Speed and memory of the command line against plain `cp` and the stated limits, as JSON.
 
-    python bench/run.py [--only convert,manifest,audit,start] [--dir DIR] [--layers 8] [--runs 5]
+    python bench/run.py [--only convert,manifest,audit,real,start] [--dir DIR] [--layers 8]
+                        [--runs 5]
 
 Every ratio compares two things measured in turn in the same run, so a slow or busy machine moves
 both. Sizes are decimal (MB = 10^6 bytes).
@@ -20,6 +21,9 @@ from typing import Any
 
 import checkpoints
 import measure
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import real_models
 
 LIMITS = {
     "convert_ratio_to_cp": 1.25,
@@ -147,7 +151,23 @@ def bench_audit(work: Path, runs: int) -> dict[str, Any]:
         fill=False,
         model_type="qwen3_moe",
     )
-    result: dict[str, Any] = dict(made)
+    result = {**made, **_audits(source, runs)}
+    _remove(source)
+    return result
+
+
+def bench_real(work: Path, runs: int) -> dict[str, Any]:
+    """audit of Qwen3-235B's headers at real size: the model the limits were set for."""
+    source = work / "qwen3-235b"
+    made = real_models.write(source, real_models.MODELS["qwen3-235b"])
+    result = {**made, **_audits(source, runs)}
+    _remove(source)
+    return result
+
+
+def _audits(source: Path, runs: int) -> dict[str, Any]:
+    """Time and memory of audit as text and as JSON, and whether it imports torch."""
+    result: dict[str, Any] = {}
     for kind in ("text", "json"):
         audits = [
             measure.run(
@@ -156,6 +176,7 @@ def bench_audit(work: Path, runs: int) -> dict[str, Any]:
             for _ in range(runs)
         ]
         result[f"{kind}_s"] = measure.spread([run["wall_s"] for run in audits])
+        result[f"{kind}_cpu_s"] = measure.spread([run["cpu_s"] for run in audits])
         result[f"{kind}_mb"] = measure.spread([run["peak_mb"] for run in audits])
     probe = (
         "import sys; from mxfp4prep.cli import main; sys.argv = ['mxfp4prep', 'audit', sys.argv[1],"
@@ -167,7 +188,6 @@ def bench_audit(work: Path, runs: int) -> dict[str, Any]:
         [sys.executable, "-c", probe, str(source)], capture_output=True, text=True, check=True
     )
     result["imports_torch"] = done.stderr.strip().endswith("True")
-    _remove(source)
     return result
 
 
@@ -193,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", default="start,audit,manifest,convert")
+    parser.add_argument("--only", default="start,audit,real,manifest,convert")
     parser.add_argument("--dir", type=Path, default=None, help="where to make the checkpoints")
     parser.add_argument("--layers", type=int, default=9, help="Llama-70B layers, 0.455 GB each")
     parser.add_argument("--runs", type=int, default=5)
@@ -209,6 +229,8 @@ def main() -> None:
                 results[name] = bench_manifest(work)
             elif name == "audit":
                 results[name] = bench_audit(work, given.runs)
+            elif name == "real":
+                results[name] = bench_real(work, given.runs)
             else:
                 results[name] = bench_start(max(given.runs, 5))
     print(json.dumps(results, indent=2))

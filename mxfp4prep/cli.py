@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from mxfp4prep import commands, prepared_commands
+from mxfp4prep import commands, diff_command, prepared_commands
 from mxfp4prep import options as o
 from mxfp4prep.errors import IOFailed, Mxfp4PrepError, UsageError
 from mxfp4prep.report import streams
@@ -178,9 +178,12 @@ def demo(directory: o.DemoArg = None) -> None:
 _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {  # the commands, in the order of --help
     commands.audit: (
         "audit Qwen3-MXFP4",
-        "audit Qwen3-MXFP4 --tp 3,6",
-        "audit Qwen3-MXFP4 --format json",
+        "audit amd/Qwen3-235B-A22B-Instruct-2507-MXFP4",
+        "audit Qwen3-MXFP4 --tp 3,6 --ep",
+        "audit Qwen3-MXFP4 --engine vllm-0.33 --html audit.html",
+        "audit Qwen3-MXFP4 --values --format json",
     ),
+    diff_command.diff: diff_command.EXAMPLES,
     commands.convert: (
         "convert Qwen3-MXFP4",
         "convert Qwen3-MXFP4 /data/prepared --tp 1,2",

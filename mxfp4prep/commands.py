@@ -7,8 +7,9 @@ imported when it runs: `--help`, completion and `audit` never load torch.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
@@ -16,8 +17,11 @@ from mxfp4prep import options as o
 from mxfp4prep.errors import UsageError, printable
 
 if TYPE_CHECKING:
+    from mxfp4prep.auditing import Audit
     from mxfp4prep.plan import Plan
     from mxfp4prep.report.voice import Voice
+
+T = TypeVar("T")
 
 AUDIT_TP = (1, 2, 4, 8)
 CONVERT_TP = (1,)
@@ -27,38 +31,95 @@ def audit(
     ctx: typer.Context,
     source: o.SourceArg,
     tp: o.TpOpt = None,
+    ep: o.EpOpt = False,
+    sp: o.SpOpt = False,
+    shared_experts: o.SharedExpertsOpt = o.SharedExperts.auto,
     parallel: o.ParallelOpt = None,
-    format: o.FormatOpt = o.Format.text,
+    engine: o.EngineOpt = None,
+    switch: o.SwitchOpt = None,
+    aiter_configs: o.TablesOpt = None,
+    values: o.ValuesOpt = False,
+    format: o.AuditFormatOpt = o.AuditFormat.text,
+    html: o.HtmlOpt = None,
     fail_on: o.FailOnOpt = o.FailOn.impossible,
+    no_progress: o.NoProgressOpt = False,
 ) -> None:
-    """Say which layers can run on the ASM GEMM at each degree, and what stops the others.
+    """Say what will happen when this checkpoint is served: the path of each layer at each degree.
 
-    Reads headers only. The degrees are 1, 2, 4 and 8 unless --tp names others.
+    Which layers run on the fast ASM GEMM, what stops the others, what cannot be split, what it
+    costs and what to do. Reads headers only. The degrees are 1, 2, 4 and 8 unless --tp names
+    others.
     """
-    from mxfp4prep.checkpoint import open_checkpoint
+    from mxfp4prep.auditing import EngineQuestion, run_audit
+    from mxfp4prep.deployment import Deployment
     from mxfp4prep.parallel import parse_rules
-    from mxfp4prep.report.tally import decide
-    from mxfp4prep.survey import check_tp, survey
+    from mxfp4prep.report.page_file import check_page_file
+    from mxfp4prep.survey import check_tp
 
     voice: Voice = ctx.obj
-    degrees = check_tp(o.parse_numbers("--tp", tp, "a tensor-parallel degree") or AUDIT_TP)
-    rules = parse_rules(parallel or ())
-    found = survey(open_checkpoint(source), degrees, rules)
-    decisions = decide(found)
-    if format is o.Format.json:
-        from mxfp4prep.report import payload
-
-        voice.print_json(payload.audit(found, decisions))
-    else:
+    if engine is None and (switch or aiter_configs):
+        flag = "--switch" if switch else "--aiter-configs"
+        raise UsageError(flag, "is about an engine", hint=f"{flag} goes with --engine NAME")
+    if html is not None:
+        check_page_file(html)
+    found = run_audit(
+        source,
+        check_tp(o.parse_numbers("--tp", tp, "a tensor-parallel degree") or AUDIT_TP),
+        parse_rules(parallel or ()),
+        Deployment(ep, sp, shared_experts.value),
+        None
+        if engine is None
+        else EngineQuestion(engine.value, tuple(switch or ()), aiter_configs),
+        values=values,
+        watch=lambda label, total: voice.progress(label, lambda: total, silent=no_progress),
+    )
+    if format is o.AuditFormat.text:
         from mxfp4prep.report.audit_text import audit_text
 
-        words = " ".join([_word(source), *(f"--parallel {shlex.quote(r)}" for r in parallel or ())])
-        voice.print_text(lambda screen: audit_text(found, decisions, screen, printable(words)))
-    paths = {verdict.path for verdicts in decisions.values() for verdict in verdicts.values()}
-    bad = {"impossible": {"impossible"}, "triton": {"impossible", "triton"}, "never": set()}
-    errors = fail_on is not o.FailOn.never and any(f.severity == "error" for f in found.findings)
-    if errors or paths & bad[fail_on.value]:
+        rules = (f"--parallel {shlex.quote(rule)}" for rule in parallel or ())
+        words = printable(" ".join([shlex.quote(source), *rules]))
+        voice.print_text(lambda screen: audit_text(found, screen, words))
+    if format is not o.AuditFormat.text or html is not None:
+        _write_documents(voice, found, format, html)
+    if _answers_no(found, fail_on):
         raise typer.Exit(o.EXIT_NO)
+
+
+def _write_documents(voice: Voice, found: Audit, format: o.AuditFormat, html: Path | None) -> None:
+    from mxfp4prep.report.audit_document import audit_document
+
+    document = audit_document(found)
+    if format is o.AuditFormat.json:
+        voice.print_json(document)
+    elif format is o.AuditFormat.csv:
+        from mxfp4prep.report.csv_table import csv_lines
+
+        voice.print_lines(csv_lines(document))
+    if html is not None:
+        from mxfp4prep.report.html import html_page
+        from mxfp4prep.report.page_file import write_page_file
+
+        write_page_file(html, html_page(document))
+        voice.say(f"wrote {html}")
+
+
+def _answers_no(found: Audit, fail_on: o.FailOn) -> bool:
+    """Whether a layer is as bad as `fail_on` at any degree, or the checkpoint has an error."""
+    if fail_on is o.FailOn.never:
+        return False
+    bad = {"impossible", "crash", "corrupt"}
+    if fail_on is o.FailOn.triton:
+        bad.add("triton")
+    ends: set[str] = {v.path for m in _distinct(found.decisions.values()) for v in m.values()}
+    if found.prediction is not None:
+        outcomes = _distinct(found.prediction.outcomes.values())
+        ends |= {made.outcome for mapping in outcomes for made in mapping.values()}
+    return bool(ends & bad) or any(finding.severity == "error" for finding in found.findings)
+
+
+def _distinct(mappings: Iterable[Mapping[int, T]]) -> Iterable[Mapping[int, T]]:
+    """Each mapping once: tens of thousands of layers share a handful."""
+    return {id(mapping): mapping for mapping in mappings}.values()
 
 
 def convert(
@@ -67,6 +128,7 @@ def convert(
     out: o.OutArg = None,
     output: o.OutputOpt = None,
     tp: o.TpOpt = None,
+    ep: o.EpOpt = False,
     layout: o.LayoutOpt = o.LayoutChoice.auto,
     keep: o.KeepOpt = None,
     parallel: o.ParallelOpt = None,
@@ -84,7 +146,7 @@ def convert(
     voice: Voice = ctx.obj
     if out is not None and output is not None and out != output:
         raise UsageError("--output", "OUT is given twice", found=f"{out} and {output}")
-    plan = _plan(model_dir, tp, layout, keep, parallel)
+    plan = _plan(model_dir, tp, ep, layout, keep, parallel)
 
     from mxfp4prep.convert import convert as carry_out
     from mxfp4prep.convert import default_output
@@ -116,18 +178,21 @@ def convert(
 def _plan(
     model_dir: Path,
     tp: list[str] | None,
+    ep: bool,
     layout: o.LayoutChoice,
     keep: list[str] | None,
     parallel: list[str] | None,
 ) -> Plan:
     from mxfp4prep.checkpoint import open_checkpoint
+    from mxfp4prep.deployment import Deployment
     from mxfp4prep.parallel import parse_rules
     from mxfp4prep.plan import make_plan, surveyed_degrees
     from mxfp4prep.survey import check_tp, survey
 
     degrees = check_tp(o.parse_numbers("--tp", tp, "a tensor-parallel degree") or CONVERT_TP)
     rules = parse_rules(parallel or ())
-    found = survey(open_checkpoint(model_dir), surveyed_degrees(degrees), rules)
+    checkpoint, deployment = open_checkpoint(model_dir), Deployment(expert_parallel=ep)
+    found = survey(checkpoint, surveyed_degrees(degrees), rules, deployment)
     return make_plan(found, degrees, layout.value, keep or ())
 
 

@@ -28,7 +28,7 @@ def list_files(root: Path) -> list[str]:
             mode = io.entry_mode(entry)
             if not prefix.parts and entry.name in SKIPPED_DIRS and stat.S_ISDIR(mode):
                 continue
-            if not _is_utf8(name):
+            if not is_utf8(name):
                 raise Unsupported(
                     name,
                     "the file's name is not UTF-8: a manifest cannot hold it",
@@ -50,7 +50,7 @@ def list_files(root: Path) -> list[str]:
     return sorted(names)
 
 
-def _is_utf8(name: str) -> bool:
+def is_utf8(name: str) -> bool:
     """Whether a name from the file system can be written down; others carry surrogates."""
     try:
         name.encode()

@@ -23,12 +23,39 @@ class Format(StrEnum):
     json = "json"
 
 
+class AuditFormat(StrEnum):
+    """How an audit is written to stdout."""
+
+    text = "text"
+    json = "json"
+    csv = "csv"
+
+
 class FailOn(StrEnum):
     """What makes `audit` answer with exit code 1."""
 
     impossible = "impossible"
     triton = "triton"
     never = "never"
+
+
+class SharedExperts(StrEnum):
+    """Whether an engine fuses a shared expert into the routed ones."""
+
+    auto = "auto"
+    fused = "fused"
+    separate = "separate"
+
+
+class EngineChoice(StrEnum):
+    """The engines whose rules are known."""
+
+    vllm_0_32 = "vllm-0.32"
+    vllm_0_33 = "vllm-0.33"
+    vllm_main = "vllm-main"
+    sglang_0_5 = "sglang-0.5"
+    atom = "atom"
+    mxfp4prep = "mxfp4prep"
 
 
 class LayoutChoice(StrEnum):
@@ -40,8 +67,62 @@ class LayoutChoice(StrEnum):
 
 
 SourceArg = Annotated[
-    Path,
-    typer.Argument(metavar="SOURCE", help="Checkpoint directory, as AMD Quark wrote it."),
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="Checkpoint directory as AMD Quark wrote it, or ORG/NAME[@REVISION] on the Hub.",
+    ),
+]
+EpOpt = Annotated[
+    bool,
+    typer.Option(
+        "--ep", help="Expert parallelism: whole routed experts are spread over the ranks."
+    ),
+]
+SpOpt = Annotated[
+    bool,
+    typer.Option("--sp", help="Sequence parallelism: each rank's MoE block has its own tokens."),
+]
+SharedExpertsOpt = Annotated[
+    SharedExperts,
+    typer.Option(
+        "--shared-experts",
+        help="auto: fused into the routed experts where the quantization is the same; fused: the "
+        "same, and a finding where it cannot be; separate: never fused.",
+    ),
+]
+EngineOpt = Annotated[
+    EngineChoice | None,
+    typer.Option(
+        "--engine",
+        metavar="NAME",
+        help="Say what an engine does with the original checkpoint on gfx950: vllm-0.32, "
+        "vllm-0.33, vllm-main, sglang-0.5, atom or mxfp4prep.",
+    ),
+]
+SwitchOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--switch",
+        metavar="NAME=VALUE",
+        help="A switch of the engine, such as an environment variable, that is not at its default. "
+        "May be given several times.",
+    ),
+]
+TablesOpt = Annotated[
+    Path | None,
+    typer.Option(
+        "--aiter-configs",
+        metavar="DIR",
+        help="AITER's tuned tables (aiter/configs); an installed amd-aiter's if left out.",
+    ),
+]
+ValuesOpt = Annotated[
+    bool, typer.Option("--values", help="Read all scale bytes too, and report what is odd.")
+]
+HtmlOpt = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write the audit as one HTML page as well."),
 ]
 ModelArg = Annotated[
     Path,
@@ -85,6 +166,10 @@ ParallelOpt = Annotated[
 ]
 FormatOpt = Annotated[
     Format, typer.Option("--format", help="Text for people or JSON for programs.")
+]
+AuditFormatOpt = Annotated[
+    AuditFormat,
+    typer.Option("--format", help="Text for people, JSON for programs, CSV for spreadsheets."),
 ]
 FailOnOpt = Annotated[
     FailOn,

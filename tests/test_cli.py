@@ -29,7 +29,7 @@ from mxfp4prep.errors import IOFailed
 ROOT = Path(__file__).parent.parent
 ESC = "\x1b"
 COMMAND = [sys.executable, "-m", "mxfp4prep"]
-COMMANDS = ("audit", "convert", "verify", "restore", "show", "selfcheck", "demo")
+COMMANDS = ("audit", "diff", "convert", "verify", "restore", "show", "selfcheck", "demo")
 
 LINEARS = {
     "model.layers.0.mlp.gate_proj": (640, 256),
@@ -234,7 +234,7 @@ def test_a_bug_is_one_line_unless_debugging(
     def broken(*_args: object) -> None:
         raise ZeroDivisionError("of a\nkind")
 
-    monkeypatch.setattr("mxfp4prep.survey.survey", broken)
+    monkeypatch.setattr("mxfp4prep.auditing.survey", broken)
     monkeypatch.setenv("MXFP4PREP_DEBUG", "1" if debug else "")
     result = run("audit", model)
     assert (result.code, result.out) == (70, "")
@@ -266,7 +266,7 @@ def test_failures_keep_their_codes(
     def broken(*_args: object) -> None:
         raise error
 
-    monkeypatch.setattr("mxfp4prep.survey.survey", broken)
+    monkeypatch.setattr("mxfp4prep.auditing.survey", broken)
     result = run("audit", model)
     assert result.code == code
     assert result.err.startswith(start)
@@ -290,7 +290,7 @@ def test_a_finding_of_severity_error_is_a_no(
 ) -> None:
     from dataclasses import replace
 
-    from mxfp4prep import survey as module
+    from mxfp4prep import auditing as module
     from mxfp4prep.findings import Finding
 
     real = module.survey
@@ -298,7 +298,7 @@ def test_a_finding_of_severity_error_is_a_no(
     def with_error(*args: Any) -> Any:
         return replace(real(*args), findings=(Finding("odd", "error", "x", "is odd"),))
 
-    monkeypatch.setattr("mxfp4prep.survey.survey", with_error)
+    monkeypatch.setattr("mxfp4prep.auditing.survey", with_error)
     assert run("audit", model, "--tp", "1").code == 1
     assert run("audit", model, "--tp", "1", "--fail-on", "never").code == 0
 
@@ -365,7 +365,7 @@ def test_convert_tells_its_findings_on_stderr(run: Any, tmp_path: Path) -> None:
     assert result.code == 0
     assert "warning: model.layers.0.mlp.down_proj: " in result.err
     assert "cannot be split" not in result.out
-    assert "note: 1 more remark" in result.err
+    assert "note: 2 more remarks" in result.err
     assert "note: model" not in result.err
     verbose = run("-v", "convert", source, tmp_path / "again", "--dry-run")
     assert re.search(r"^note: model\.layers\.0\.", verbose.err, re.MULTILINE)
@@ -834,7 +834,7 @@ def test_show_prints_the_manifest(run: Any, prepared: Path) -> None:
     assert chosen["layers"] == [r for r in written["layers"] if r["name"].endswith("down_proj")]
     text = run("show", prepared, "--layers", "*.1.*").out
     assert "model.layers.1.mlp.down_proj" in text
-    assert "layers.0" not in text
+    assert "layers.0" not in text.partition("findings")[0]
     assert run("show", prepared, "--layers", "nothing").code == 2
 
 
@@ -882,7 +882,7 @@ def test_warnings_are_one_plain_line(
 ) -> None:
     import warnings
 
-    from mxfp4prep import survey as module
+    from mxfp4prep import auditing as module
 
     real = module.survey
 
@@ -892,5 +892,5 @@ def test_warnings_are_one_plain_line(
             warnings.warn("odd \x1b[31m\nthing", stacklevel=1)
         return real(*args)
 
-    monkeypatch.setattr("mxfp4prep.survey.survey", warning)
+    monkeypatch.setattr("mxfp4prep.auditing.survey", warning)
     assert run("audit", model, "--tp", "1").err == "warning: odd \\x1b[31m thing\n"

@@ -8,6 +8,7 @@ import re
 import threading
 import unicodedata
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,16 +23,20 @@ from quark_factory import model_config, write_checkpoint
 
 from mxfp4prep import schemas
 from mxfp4prep.alignment import REASONS, Verdict
+from mxfp4prep.auditing import audit_checkpoint
 from mxfp4prep.checkpoint import Checkpoint, open_checkpoint
+from mxfp4prep.decisions import decide
 from mxfp4prep.findings import Finding
 from mxfp4prep.report import payload
-from mxfp4prep.report.audit_text import audit_text, merge_siblings
+from mxfp4prep.report.audit_document import audit_document
+from mxfp4prep.report.audit_text import audit_text
 from mxfp4prep.report.families import gather, spell_runs
+from mxfp4prep.report.joining import merge_siblings
 from mxfp4prep.report.outcome_text import selfcheck_text, verify_text
 from mxfp4prep.report.progress import progress
 from mxfp4prep.report.screen import Row, Screen, cells, human, screen_of
 from mxfp4prep.report.stored_text import Stored, stored_table
-from mxfp4prep.report.tally import ASM_ONLY, POSSIBLE, decide, degrees_of
+from mxfp4prep.report.tally import ASM_ONLY, POSSIBLE, degrees_of
 from mxfp4prep.safefile import TensorEntry
 from mxfp4prep.schemas.__main__ import generate
 from mxfp4prep.survey import survey
@@ -356,8 +361,7 @@ def misaligned(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def text_of(checkpoint: Checkpoint, tp: tuple[int, ...] = (1, 2, 4, 8), **screen: Any) -> str:
-    found = survey(checkpoint, tp)
-    return "\n".join(audit_text(found, decide(found), Screen(**screen), "MODEL"))
+    return "\n".join(audit_text(audit_checkpoint(checkpoint, tp), Screen(**screen), "MODEL"))
 
 
 def test_audit_has_one_row_per_template_with_verdicts_and_arithmetic(
@@ -402,14 +406,15 @@ def test_audit_explains_each_code_that_occurs_and_no_other(misaligned: Checkpoin
 
 
 def test_audit_ends_with_a_command(misaligned: Checkpoint, tmp_path: Path) -> None:
-    assert text_of(misaligned).splitlines()[-1] == "next: mxfp4prep convert MODEL --tp 1"
-    assert "do not serve there" in text_of(misaligned)
+    # all but down_proj are asm at 1, 2 and 4 alike, and 8 is impossible
+    assert text_of(misaligned).splitlines()[-1] == "next: mxfp4prep convert MODEL --tp 4"
+    assert "Do not serve at tp 8:" in " ".join(text_of(misaligned).split())
     good = open_checkpoint(
         write_checkpoint(tmp_path / "good", {"model.layers.0.mlp.down_proj": (512, 2048)})
     )
     lines = text_of(good).splitlines()
     assert lines[-1] == "next: mxfp4prep convert MODEL --tp 8"
-    assert lines[-2] == "Every layer takes the ASM path at tp 1, 2, 4, 8."
+    assert "Serve at tp 8: every MXFP4 layer takes the ASM path there" in " ".join(lines)
     assert text_of(misaligned, (8,)).splitlines()[-1] == "next: mxfp4prep audit MODEL --tp 1"
 
 
@@ -456,8 +461,7 @@ def test_parts_of_different_schemes_are_marked(tmp_path: Path) -> None:
     text = text_of(checkpoint, columns=120)
     assert f"  mixed_group  {REASONS['mixed_group']}" in text.splitlines()
     assert "[mixed_group]" in text  # the finding
-    found = survey(checkpoint)
-    (group,) = payload.audit(found, decide(found))["groups"]
+    (group,) = audit_document(audit_checkpoint(checkpoint))["groups"]
     assert (group["mixed"], group["members"]) == (True, ["model.layers.0.mlp.gate_proj"])
 
 
@@ -502,11 +506,12 @@ LAYER_KEYS = {"name", "kind", "parallel", "group", "scheme", "n", "k", "scale_sh
 
 
 def test_audit_json_is_the_contract(misaligned: Checkpoint) -> None:
-    found = survey(misaligned, (1, 2, 8))
-    document = json.loads(payload.dumps(payload.audit(found, decide(found))))
+    made = audit_document(audit_checkpoint(misaligned, (1, 2, 8)))
+    document = json.loads(payload.dumps(made))
     validate(document, "audit")
     assert set(document) == {
-        "schema_version", "source", "rule", "tp", "layers", "groups", "findings", "summary",
+        "schema_version", "source", "rule", "tp", "deployment", "layers", "others", "groups",
+        "shared_experts", "cost", "engine", "values", "findings", "summary",
     }  # fmt: skip
     assert (document["schema_version"], document["tp"]) == (1, [1, 2, 8])
     layers = {layer["name"]: layer for layer in document["layers"]}
@@ -538,8 +543,7 @@ def test_audit_json_is_the_contract(misaligned: Checkpoint) -> None:
 
 def test_audit_json_counts_every_byte(mxfp4_fixture: Path) -> None:
     checkpoint = open_checkpoint(mxfp4_fixture)
-    found = survey(checkpoint)
-    document = json.loads(payload.dumps(payload.audit(found, decide(found))))
+    document = json.loads(payload.dumps(audit_document(audit_checkpoint(checkpoint))))
     validate(document, "audit")
     summary, source = document["summary"], document["source"]
     on_disk = sum(shard.header.file_nbytes - shard.header.data_start for shard in checkpoint.shards)
@@ -558,13 +562,12 @@ def test_audit_json_counts_every_byte(mxfp4_fixture: Path) -> None:
 
 def test_a_layer_keeps_its_own_verdict_beside_what_its_whole_decides() -> None:
     # Two key heads are repeated over eight ranks, but the four query heads beside them cannot be.
-    found = survey(open_checkpoint(FIXTURES / "qwen2moe-w4a4-shared-expert"), (8,))
-    decisions = decide(found)
-    document = payload.audit(found, decisions)
+    audit = audit_checkpoint(open_checkpoint(FIXTURES / "qwen2moe-w4a4-shared-expert"), (8,))
+    document = audit_document(audit)
     layers = {layer["name"]: layer for layer in document["layers"]}
     k_proj = layers["model.layers.0.self_attn.k_proj"]
     assert (k_proj["verdict"]["8"]["path"], k_proj["decided"]["8"]) == ("triton", "impossible")
-    lines = audit_text(found, decisions, Screen(columns=120), "MODEL")
+    lines = audit_text(audit, Screen(columns=120), "MODEL")
     row = next(i for i, line in enumerate(lines) if "{k_proj,v_proj}" in line)
     assert lines[row].split()[-1] == "IMPOSSIBLE"
     assert lines[row + 1].strip().startswith("tp 8: as part of the whole, split_rows (4 heads of")
@@ -653,16 +656,9 @@ def test_shipped_schemas_are_current(document: str) -> None:
 
 
 def test_findings_carry_code_and_place(misaligned: Checkpoint) -> None:
-    found = survey(misaligned)
     findings = (Finding("odd", "error", "here\x1b", "is [odd]"),)
-    changed = SimpleNamespace(
-        checkpoint=found.checkpoint,
-        tp=found.tp,
-        layers=found.layers,
-        groups=found.groups,
-        findings=findings,
-    )
-    text = "\n".join(audit_text(changed, decide(found), Screen(), "M"))  # type: ignore[arg-type]
+    changed = replace(audit_checkpoint(misaligned), findings=findings)
+    text = "\n".join(audit_text(changed, Screen(), "M"))
     assert r"  error: here\x1b: is [odd] [odd]" in text
 
 
@@ -693,10 +689,9 @@ def test_fifty_thousand_layers_are_reported_in_time() -> None:
         shard_of={},
         findings=(),
     )
-    found = survey(checkpoint)
-    decisions = decide(found)
-    lines = audit_text(found, decisions, Screen(), "MODEL")
-    text = payload.dumps(payload.audit(found, decisions))
+    audit = audit_checkpoint(checkpoint)
+    lines = audit_text(audit, Screen(), "MODEL")
+    text = payload.dumps(audit_document(audit))
     assert "    33,306  1408x2048  w4a4    asm     asm     asm     triton" in lines
-    assert len(lines) < 40
+    assert len(lines) < 80
     assert text.count("\n") > 49_000

@@ -13,26 +13,37 @@ from mxfp4prep.alignment import (
     SCALE_ROW_MULTIPLE,
     Verdict,
 )
+from mxfp4prep.decisions import Decisions
 from mxfp4prep.findings import Finding
+from mxfp4prep.report.cost_text import cost_lines
+from mxfp4prep.report.engine_text import engine_lines
 from mxfp4prep.report.families import gather
+from mxfp4prep.report.joining import listed, merge_siblings
+from mxfp4prep.report.recommendation import best_degree, recommend
 from mxfp4prep.report.screen import Row, Screen, counted, human
-from mxfp4prep.report.tally import ASM_ONLY, PATHS, POSSIBLE, Decisions, degrees_of, shares
+from mxfp4prep.report.shared_text import shared_lines
+from mxfp4prep.report.tally import PATHS, shares
 
 if TYPE_CHECKING:
+    from mxfp4prep.auditing import Audit
     from mxfp4prep.checkpoint import Checkpoint
+    from mxfp4prep.deployment import Deployment
     from mxfp4prep.survey import GroupSurvey, LayerSurvey, Survey
+    from mxfp4prep.values import ScaleValues
 
 _Verdicts = Mapping[int, Verdict]
 
 SHOWN = {"asm": "asm", "triton": "triton", "impossible": "IMPOSSIBLE"}
 
 
-def audit_text(survey: Survey, decisions: Decisions, screen: Screen, command: str) -> list[str]:
+def audit_text(audit: Audit, screen: Screen, command: str) -> list[str]:
     """Lines of the audit. `command` is how the checkpoint is named in the command to run next."""
+    survey, decisions = audit.survey, audit.decisions
     lines = source_lines(survey.checkpoint, len(survey.layers), screen)
     lines += screen.wrap(
         f"ASM needs scales with {RULE} on every rank; anything else runs on Triton."
     )
+    lines += _deployment_lines(survey.deployment, screen)
     lines += ["", *_layer_table(survey, decisions, screen)]
     if survey.groups:
         lines += ["", *_group_table(survey, decisions, screen)]
@@ -41,12 +52,40 @@ def audit_text(survey: Survey, decisions: Decisions, screen: Screen, command: st
     lines += legend(
         (reason for v in seen for reason in v.reasons), (h for v in seen for h in v.hazards), screen
     )
-    if survey.findings:
+    lines += shared_lines(survey, screen)
+    lines += engine_lines(audit, screen)
+    if audit.values is not None:
+        lines += ["", *_value_lines(audit.values, screen)]
+    if audit.findings:
         lines += ["", "findings"]
-        lines += [line for finding in survey.findings for line in finding_lines(finding, screen)]
+        lines += [line for finding in audit.findings for line in finding_lines(finding, screen)]
     lines += ["", *_share_table(survey, decisions, screen)]
-    lines += ["", *_advice(survey, decisions, screen, command)]
+    lines += ["", *cost_lines(survey, audit.costs, screen)]
+    lines += ["", *screen.wrap(recommend(audit))]
+    lines += ["", _next(audit, command)]
     return lines
+
+
+def _deployment_lines(deployment: Deployment, screen: Screen) -> list[str]:
+    """How the ranks share the model where that is not tensor parallelism alone."""
+    words = []
+    if deployment.expert_parallel:
+        words.append("expert parallelism: whole routed experts are spread over the ranks")
+    if deployment.sequence_parallel:
+        words.append("sequence parallelism in the MoE blocks")
+    if deployment.shared_experts != "auto":
+        words.append(f"shared experts {deployment.shared_experts}")
+    return screen.wrap(f"With {', '.join(words)}.") if words else []
+
+
+def _value_lines(values: ScaleValues, screen: Screen) -> list[str]:
+    """What the scale bytes hold."""
+    return screen.wrap(
+        f"scale bytes: {values.scales:,} read ({human(values.nbytes)}), {values.nan:,} are 255 "
+        f"(NaN), {values.zero_blocks:,} are 0 or 1 (blocks of zeros, or as small), the others are "
+        f"{values.minimum} to {values.maximum} (2^{values.minimum - 127} to "
+        f"2^{values.maximum - 127})"
+    )
 
 
 def source_lines(checkpoint: Checkpoint, layers: int, screen: Screen) -> list[str]:
@@ -112,24 +151,6 @@ def _layer_table(survey: Survey, decisions: Decisions, screen: Screen) -> list[s
     return screen.table(head, merge_siblings(rows, screen), right=(1,))
 
 
-def merge_siblings(
-    rows: Iterable[tuple[str, int, tuple[str, ...], tuple[str, ...]]], screen: Screen
-) -> list[Row]:
-    """Rows of (name, layers, cells, notes) where siblings that say the same become one.
-
-    `mlp.gate_proj` and `mlp.up_proj` become `mlp.{gate_proj,up_proj}`.
-    """
-    leaves: dict[tuple[str, int, tuple[str, ...], tuple[str, ...]], list[str]] = {}
-    for name, count, cells, notes in rows:
-        parent, dot, leaf = name.rpartition(".")
-        leaves.setdefault((parent + dot, count, cells, notes), []).append(leaf)
-    merged = []
-    for (parent, count, cells, notes), names in leaves.items():
-        name = parent + (names[0] if len(names) == 1 else "{" + ",".join(names) + "}")
-        merged.append(Row((screen.name(name), f"{count * len(names):,}", *cells), notes))
-    return merged
-
-
 def _group_table(survey: Survey, decisions: Decisions, screen: Screen) -> list[str]:
     def items() -> Iterator[tuple[str, tuple[object, ...], tuple[GroupSurvey, _Verdicts]]]:
         for group in survey.groups:
@@ -179,7 +200,7 @@ def _notes(
     notes = []
     for (joined, _), degrees in alike.items():
         text = _explain([(tp, verdicts[tp]) for tp in degrees])
-        notes.append(f"tp {_listed(degrees)}: {'as part of the whole, ' if joined else ''}{text}")
+        notes.append(f"tp {listed(degrees)}: {'as part of the whole, ' if joined else ''}{text}")
     return tuple(notes)
 
 
@@ -211,7 +232,7 @@ def _explain(verdicts: Sequence[tuple[int, Verdict]]) -> str:
 def _remainders(counts: Sequence[int], noun: str, multiple: int) -> str:
     """`20, 10 columns % 8 = 4, 2`; one number where all are the same."""
     distinct = list(dict.fromkeys(counts))
-    return f"{_listed(distinct)} {noun} % {multiple} = {_listed([c % multiple for c in distinct])}"
+    return f"{listed(distinct)} {noun} % {multiple} = {listed([c % multiple for c in distinct])}"
 
 
 def _share_table(survey: Survey, decisions: Decisions, screen: Screen) -> list[str]:
@@ -226,22 +247,10 @@ def _share_table(survey: Survey, decisions: Decisions, screen: Screen) -> list[s
     return screen.table(("layers", *(SHOWN[path] for path in PATHS)), rows)
 
 
-def _advice(survey: Survey, decisions: Decisions, screen: Screen, command: str) -> list[str]:
-    asm = degrees_of(decisions, survey.tp, ASM_ONLY)
-    possible = degrees_of(decisions, survey.tp, POSSIBLE)
-    lines = []
-    if asm:
-        lines += screen.wrap(f"Every layer takes the ASM path at tp {_listed(asm)}.")
-    if len(possible) < len(survey.tp):
-        stuck = [tp for tp in survey.tp if tp not in possible]
-        lines += screen.wrap(
-            f"Some layers cannot be split at tp {_listed(stuck)}: do not serve there."
-        )
-    if not possible:
-        return [*lines, f"next: mxfp4prep audit {command} --tp 1"]
-    best = asm[-1] if asm else possible[0]
-    return [*lines, f"next: mxfp4prep convert {command} --tp {best}"]
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+def _next(audit: Audit, command: str) -> str:
+    """The command to run next."""
+    best = best_degree(audit)
+    if best is None:
+        return f"next: mxfp4prep audit {command} --tp 1"
+    ep = " --ep" if audit.survey.deployment.expert_parallel else ""
+    return f"next: mxfp4prep convert {command} --tp {best}{ep}"

@@ -17,6 +17,8 @@ Parallel = Literal["column", "row", "qkv", "merged", "replicated", "expert", "un
 Scheme = Literal["w4a4", "w4a16", "w4a8", "w4a6"]
 Layout = Literal["raw", "tile16x16", "tile32x8", "transposed"]
 SchemaVersion = Literal[1]
+Placement = Literal["sliced", "replicated", "distributed", "fused"]
+EngineOutcome = Literal["ok", "crash", "corrupt", "unknown"]
 
 
 class FindingDocument(TypedDict):
@@ -29,9 +31,14 @@ class FindingDocument(TypedDict):
 
 
 class SourceDocument(TypedDict):
-    """The checkpoint that was read. `nbytes` counts tensor bytes, `files` safetensors files."""
+    """The checkpoint that was read. `nbytes` counts tensor bytes, `files` safetensors files.
+
+    repo and commit: where it comes from on the Hub, null where that is not known.
+    """
 
     name: str
+    repo: NotRequired[str | None]
+    commit: NotRequired[str | None]
     model_type: str | None
     quark_version: str | None
     files: int
@@ -63,8 +70,25 @@ class VerdictDocument(TypedDict):
     detail: NotRequired[str]
 
 
+class EngineVerdictDocument(TypedDict):
+    """What one engine does with a layer of the original checkpoint at one degree.
+
+    path names the engine's way to run it (asm, triton, moe, ...), null where it does not get there;
+    message is the engine's error, what goes wrong, or what the answer assumes.
+    """
+
+    outcome: EngineOutcome
+    path: str | None
+    message: str
+
+
 class LayerDocument(TypedDict):
-    """One MXFP4 layer. `verdict` is about its own tensor, `decided` counts its fused group in."""
+    """One MXFP4 layer. `verdict` is about its own tensor, `decided` counts its fused group in.
+
+    placement, per degree, says how the ranks share the layer where that is not "sliced" at all
+    degrees: replicated (every rank holds it whole), distributed (whole experts spread over the
+    ranks), fused (a shared expert as one more routed expert). engine is there with --engine.
+    """
 
     name: str
     kind: Kind
@@ -79,6 +103,8 @@ class LayerDocument(TypedDict):
     nbytes: int
     verdict: dict[str, VerdictDocument]
     decided: dict[str, Path]
+    placement: NotRequired[dict[str, Placement]]
+    engine: NotRequired[dict[str, EngineVerdictDocument]]
 
 
 class GroupDocument(TypedDict):
@@ -105,8 +131,113 @@ class PathsDocument(TypedDict):
     impossible: ShareDocument
 
 
+class DeploymentDocument(TypedDict):
+    """How the ranks share what tensor parallelism alone does not decide."""
+
+    expert_parallel: bool
+    sequence_parallel: bool
+    shared_experts: Literal["auto", "fused", "separate"]
+
+
+class SharedExpertDocument(TypedDict):
+    """What happens to the shared experts of `blocks` like-built blocks (`name` covers them all).
+
+    fusable: may be one more routed expert; why says what decides that. decision and message, per
+    degree: message does the arithmetic and names the way out where there is something to change.
+    """
+
+    name: str
+    blocks: int
+    width: int
+    fusable: bool
+    why: str
+    decision: dict[str, Literal["fused", "sliced", "replicated", "impossible"]]
+    message: dict[str, str]
+
+
+class CostShareDocument(TypedDict):
+    """Shares, 0 to 1, of the MXFP4 weight bytes of a rank and of its FLOPs per token."""
+
+    nbytes: float
+    flops: float
+
+
+class CostPathsDocument(TypedDict):
+    """How much of a rank's MXFP4 work takes each path."""
+
+    asm: CostShareDocument
+    triton: CostShareDocument
+    impossible: CostShareDocument
+
+
+class CostDocument(TypedDict):
+    """What one degree costs on its fullest rank.
+
+    rank_nbytes counts all tensors, rank_mxfp4_nbytes weights and scales of MXFP4 layers (both
+    leave out layers that cannot be split), padding_nbytes what zero-padding every triton layer to
+    ASM's multiples would add.
+    """
+
+    rank_nbytes: int
+    rank_mxfp4_nbytes: int
+    padding_nbytes: int
+    paths: CostPathsDocument
+
+
+class EngineDocument(TypedDict):
+    """Which engine was asked about, and on what the answer rests.
+
+    outcomes: per degree how many layers end in ok, crash, corrupt and unknown.
+    """
+
+    name: str
+    version: str
+    sources: list[str]
+    switches: dict[str, str]
+    assumptions: list[str]
+    outcomes: dict[str, dict[EngineOutcome, int]]
+
+
+class ScaleValuesDocument(TypedDict):
+    """Scale bytes of one layer that are worth a look; places are [row, column], the first few."""
+
+    layer: str
+    nan: int
+    nan_places: list[list[int]]
+    zero_blocks: int
+    minimum: int
+    maximum: int
+
+
+class ValuesDocument(TypedDict):
+    """What --values read. `layers` names only layers with NaN scales; totals count all."""
+
+    nbytes: int
+    scales: int
+    nan: int
+    zero_blocks: int
+    minimum: int
+    maximum: int
+    layers: list[ScaleValuesDocument]
+
+
+class OtherDocument(TypedDict):
+    """Modules whose weight is stored in another dtype: bf16, f32, fp8_e4m3, ...
+
+    name stands for exactly `count` modules: all combinations of the numbers in its braces, such as
+    `model.layers.{0..2,5}.mlp.gate`.
+    """
+
+    name: str
+    dtype: str
+    count: int
+
+
 class AuditSummary(TypedDict):
-    """`asm_tp`: degrees at which every layer is asm. `possible_tp`: at which every layer splits."""
+    """`asm_tp`: degrees at which every layer is asm. `possible_tp`: at which every layer splits.
+
+    largest_clean_tp is the last of asm_tp; recommendation is a paragraph computed from it all.
+    """
 
     layers: int
     groups: int
@@ -115,18 +246,26 @@ class AuditSummary(TypedDict):
     tp: dict[str, PathsDocument]
     asm_tp: list[int]
     possible_tp: list[int]
+    largest_clean_tp: int | None
+    recommendation: str
     findings: dict[str, int]
 
 
 class AuditDocument(TypedDict):
-    """`mxfp4prep audit --format json`."""
+    """`mxfp4prep audit --format json`. others: every module with a weight that is not MXFP4."""
 
     schema_version: SchemaVersion
     source: SourceDocument
     rule: str
     tp: list[int]
+    deployment: DeploymentDocument
     layers: list[LayerDocument]
     groups: list[GroupDocument]
+    shared_experts: list[SharedExpertDocument]
+    others: NotRequired[list[OtherDocument]]
+    cost: dict[str, CostDocument]
+    engine: EngineDocument | None
+    values: ValuesDocument | None
     findings: list[FindingDocument]
     summary: AuditSummary
 
@@ -247,3 +386,167 @@ class SelfcheckDocument(TypedDict):
     device: str
     ok: bool
     rows: list[SelfcheckRow]
+
+
+Fact = str | bool | int | list[int] | None
+
+
+class DiffSideDocument(TypedDict):
+    """One of the two audits."""
+
+    name: str
+    tp: list[int]
+    engine: str | None
+    layers: int
+    mxfp4_nbytes: int
+
+
+class DiffFactDocument(TypedDict):
+    """One fact that is not the same in both."""
+
+    fact: str
+    a: Fact
+    b: Fact
+
+
+class DiffRenameDocument(TypedDict):
+    """Modules that are compared as the same: `a` in A and `b` in B, and the same rest."""
+
+    a: str
+    b: str
+    modules: int
+
+
+class DiffLayersDocument(TypedDict):
+    """Layers that are MXFP4 in one audit only. `name` stands for all of `names`.
+
+    other: the dtype that the module has in the other audit, "absent" where it has none there, null
+    where that audit does not list what is not MXFP4.
+    """
+
+    name: str
+    layers: int
+    names: list[str]
+    kind: Kind
+    scheme: Scheme
+    n: int
+    k: int
+    experts: int | None
+    other: str | None
+
+
+class DiffVerdictDocument(TypedDict):
+    """A layer at one degree. `path` counts its fused group in, the rest is about its own tensor.
+
+    engine is null where the two audits did not ask about the same engine.
+    """
+
+    path: Path
+    own_path: Path
+    scale_shard: list[int] | None
+    reasons: list[str]
+    hazards: list[str]
+    placement: Placement
+    engine: EngineVerdictDocument | None
+
+
+class DiffVerdictsDocument(TypedDict):
+    """The two verdicts at one degree."""
+
+    a: DiffVerdictDocument
+    b: DiffVerdictDocument
+
+
+class DiffChangeDocument(TypedDict):
+    """Layers that are MXFP4 in both audits and changed alike. `name` stands for all of `names`.
+
+    Names are A's. facts do not depend on a degree; verdict holds the degrees that differ.
+    """
+
+    name: str
+    layers: int
+    names: list[str]
+    facts: list[DiffFactDocument]
+    verdict: dict[str, DiffVerdictsDocument]
+
+
+class DiffOtherDocument(TypedDict):
+    """Modules that are MXFP4 in neither audit, with their dtypes; null where there is no weight."""
+
+    name: str
+    modules: int
+    names: list[str]
+    a: str | None
+    b: str | None
+
+
+class DiffGroupDocument(TypedDict):
+    """Fused projections of both audits that changed alike: their parts, or whether they are mixed.
+
+    `path.N` is the fact that the verdict at degree N changed.
+    """
+
+    name: str
+    groups: int
+    names: list[str]
+    facts: list[DiffFactDocument]
+
+
+class DiffSharedExpertDocument(TypedDict):
+    """What happens to shared experts, null where an audit has none of that name."""
+
+    name: str
+    a: SharedExpertDocument | None
+    b: SharedExpertDocument | None
+
+
+class DiffPathsDocument(TypedDict):
+    """Layers and bytes per path at one degree."""
+
+    a: PathsDocument
+    b: PathsDocument
+
+
+class DiffCostDocument(TypedDict):
+    """The cost of one degree."""
+
+    a: CostDocument
+    b: CostDocument
+
+
+class DiffOutcomesDocument(TypedDict):
+    """How many layers end how on the engine at one degree."""
+
+    a: dict[EngineOutcome, int]
+    b: dict[EngineOutcome, int]
+
+
+class DiffDocument(TypedDict):
+    """`mxfp4prep diff --format json`: what differs between two audits, at the degrees of both.
+
+    asked: how the two audits were made, where that differs; skipped: what could not be compared.
+    Neither makes the audits different. All that follows does; it is empty where `same` is true.
+    """
+
+    schema_version: SchemaVersion
+    same: bool
+    a: DiffSideDocument
+    b: DiffSideDocument
+    tp: list[int]
+    asked: list[DiffFactDocument]
+    skipped: list[str]
+    source: list[DiffFactDocument]
+    renames: list[DiffRenameDocument]
+    only_a: list[DiffLayersDocument]
+    only_b: list[DiffLayersDocument]
+    changed: list[DiffChangeDocument]
+    others: list[DiffOtherDocument]
+    groups: list[DiffGroupDocument]
+    shared_experts: list[DiffSharedExpertDocument]
+    findings_a: list[FindingDocument]
+    findings_b: list[FindingDocument]
+    summary: list[DiffFactDocument]
+    paths: dict[str, DiffPathsDocument]
+    cost: dict[str, DiffCostDocument]
+    engine: dict[str, DiffOutcomesDocument]
+    values: list[DiffFactDocument]

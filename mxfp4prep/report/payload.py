@@ -9,17 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mxfp4prep.alignment import RULE, Verdict
-from mxfp4prep.collector import collector_paused
 from mxfp4prep.findings import Finding
-from mxfp4prep.report.tally import (
-    ASM_ONLY,
-    POSSIBLE,
-    Decisions,
-    degrees_of,
-    shares,
-    stored_shares,
-)
+from mxfp4prep.report.tally import stored_shares
 
 if TYPE_CHECKING:
     from mxfp4prep.checkpoint import Checkpoint
@@ -29,7 +20,6 @@ if TYPE_CHECKING:
     from mxfp4prep.report import contract as c
     from mxfp4prep.restore import RestoreReport
     from mxfp4prep.runtime.selfcheck import Row
-    from mxfp4prep.survey import LayerSurvey, Survey
     from mxfp4prep.verify import VerifyReport
 
 
@@ -58,109 +48,11 @@ def pieces(document: Mapping[str, Any]) -> Iterator[str]:
     yield "\n}\n"
 
 
-@collector_paused()
-def audit(survey: Survey, decisions: Decisions) -> c.AuditDocument:
-    """The audit of a checkpoint: every layer and fused group with its verdict per degree."""
-    checkpoint, made = survey.checkpoint, _Verdicts()
-    layers = [_layer(item, decisions, made) for item in survey.layers]
-    severities = [finding.severity for finding in survey.findings]
-    mxfp4 = sum(layer["nbytes"] for layer in layers)
-    return {
-        "schema_version": 1,
-        "source": _source(checkpoint),
-        "rule": RULE,
-        "tp": list(survey.tp),
-        "layers": layers,
-        "groups": [
-            {
-                "name": group.name,
-                "members": list(group.members),
-                "mixed": group.mixed,
-                "verdict": made.documents(group.verdicts),
-            }
-            for group in survey.groups
-        ],
-        "findings": _findings(survey.findings),
-        "summary": {
-            "layers": len(layers),
-            "groups": len(survey.groups),
-            "mxfp4_nbytes": mxfp4,
-            "copied_nbytes": sum(t.nbytes for t in checkpoint.tensors.values()) - mxfp4,
-            "tp": {str(tp): share for tp, share in shares(survey, decisions).items()},
-            "asm_tp": degrees_of(decisions, survey.tp, ASM_ONLY),
-            "possible_tp": degrees_of(decisions, survey.tp, POSSIBLE),
-            "findings": {s: severities.count(s) for s in ("error", "warning", "note")},
-        },
-    }
-
-
-def _layer(item: LayerSurvey, decisions: Decisions, made: _Verdicts) -> c.LayerDocument:
-    layer = item.layer
-    scale_shape = [layer.n, -(-layer.k // 32)]
-    return {
-        "name": layer.name,
-        "kind": layer.kind,
-        "parallel": item.role.parallel,
-        "group": item.role.group,
-        "scheme": layer.scheme,
-        "activation": {
-            "dtype": layer.activation.dtype,
-            "scale_mode": layer.activation.scale_mode,
-            "static": layer.activation.static,
-        },
-        "n": layer.n,
-        "k": layer.k,
-        "experts": layer.experts,
-        "scale_shape": scale_shape if layer.experts is None else [layer.experts, *scale_shape],
-        "nbytes": layer.weight.nbytes + layer.scale.nbytes,
-        "verdict": made.documents(item.verdicts),
-        "decided": made.paths(decisions[layer.name]),
-    }
-
-
-class _Verdicts:
-    """Documents of verdicts, made once: thousands of layers share a handful of them."""
-
-    def __init__(self) -> None:
-        self._documents: dict[int, dict[str, c.VerdictDocument]] = {}
-        self._paths: dict[int, dict[str, c.Path]] = {}
-
-    # Mappings are known by their identity, so they must outlive this object. They do: the survey
-    # and the decisions hold them.
-    def documents(self, verdicts: Mapping[int, Verdict]) -> dict[str, c.VerdictDocument]:
-        """One document per degree."""
-        known = self._documents.get(id(verdicts))
-        if known is None:
-            known = {str(tp): _verdict(verdict) for tp, verdict in verdicts.items()}
-            self._documents[id(verdicts)] = known
-        return known
-
-    def paths(self, verdicts: Mapping[int, Verdict]) -> dict[str, c.Path]:
-        """Only the path per degree."""
-        known = self._paths.get(id(verdicts))
-        if known is None:
-            known = {str(tp): verdict.path for tp, verdict in verdicts.items()}
-            self._paths[id(verdicts)] = known
-        return known
-
-
-def _verdict(verdict: Verdict) -> c.VerdictDocument:
-    document: c.VerdictDocument = {
-        "path": verdict.path,
-        "scale_shard": None if verdict.scale_shard is None else list(verdict.scale_shard),
-        "reasons": list(verdict.reasons),
-        "hazards": list(verdict.hazards),
-    }
-    if verdict.detail:
-        document["detail"] = verdict.detail
-    return document
-
-
 def plan(plan: Plan, out: Path) -> c.PlanDocument:
     """What convert would do, before it does it."""
     return {
         "schema_version": 1,
-        "source": _source(plan.survey.checkpoint),
+        "source": source(plan.survey.checkpoint),
         "output": str(out),
         "tp": list(plan.tp),
         "layout": plan.layout,
@@ -170,7 +62,7 @@ def plan(plan: Plan, out: Path) -> c.PlanDocument:
             {"name": s.shard.name, "tensors": len(s.tensors), "nbytes": s.nbytes}
             for s in plan.shards
         ],
-        "findings": _findings(plan.findings),
+        "findings": findings(plan.findings),
         "summary": stored_shares(
             (p.path, p.reasons, p.layer.weight.nbytes + p.layer.scale.nbytes) for p in plan.layers
         ),
@@ -206,7 +98,7 @@ def convert(result: ConvertResult) -> c.ConvertDocument:
         "tp": list(manifest.target.tp),
         "files": len(manifest.files),
         "nbytes": sum(file.nbytes for file in manifest.files),
-        "findings": _findings(result.findings),
+        "findings": findings(result.findings),
         "summary": manifest_shares(manifest),
     }
 
@@ -279,13 +171,16 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _source(checkpoint: Checkpoint) -> c.SourceDocument:
+def source(checkpoint: Checkpoint) -> c.SourceDocument:
+    """The checkpoint that was read."""
     index = checkpoint.index_bytes
     quantization = checkpoint.config.get("quantization_config")
     version = quantization.get("version") if isinstance(quantization, dict) else None
     model_type = checkpoint.config.get("model_type")
     return {
         "name": checkpoint.name,
+        "repo": checkpoint.repo,
+        "commit": checkpoint.commit,
         "model_type": model_type if isinstance(model_type, str) else None,
         "quark_version": version if isinstance(version, str) else None,
         "files": len(checkpoint.shards),
@@ -296,7 +191,8 @@ def _source(checkpoint: Checkpoint) -> c.SourceDocument:
     }
 
 
-def _findings(findings: Iterable[Finding]) -> list[c.FindingDocument]:
+def findings(findings: Iterable[Finding]) -> list[c.FindingDocument]:
+    """Remarks in the order they were made."""
     return [
         {"code": f.code, "severity": f.severity, "where": f.where, "message": f.message}
         for f in findings

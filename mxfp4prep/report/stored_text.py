@@ -10,11 +10,11 @@ from mxfp4prep.report.audit_text import (
     SHOWN,
     finding_lines,
     legend,
-    merge_siblings,
     shape_of,
     source_lines,
 )
 from mxfp4prep.report.families import gather
+from mxfp4prep.report.joining import merge_siblings
 from mxfp4prep.report.screen import Row, Screen, counted, human
 from mxfp4prep.report.tally import stored_shares
 
@@ -84,6 +84,8 @@ def show_text(manifest: Manifest, shares: c.StoredPathsDocument, screen: Screen)
     if source.repo is not None:
         origin += f" (from {screen.name(source.repo)} at {screen.name(source.commit)})"
     degrees = ", ".join(map(str, target.tp))
+    if target.expert_parallel:
+        degrees += " with expert parallelism"
     nbytes = human(sum(file.nbytes for file in manifest.files))
     lines = screen.wrap(
         f"{origin}: prepared by mxfp4prep {screen.name(manifest.tool_version)} for "

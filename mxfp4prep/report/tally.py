@@ -6,33 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from mxfp4prep.alignment import Path, Verdict
+from mxfp4prep.decisions import Decisions
 
 if TYPE_CHECKING:
     from mxfp4prep.report import contract as c
     from mxfp4prep.survey import Survey
 
-Decisions = Mapping[str, Mapping[int, Verdict]]
-"""Per layer and degree the verdict that counts; layers with equal verdicts share one mapping."""
-
 PATHS: tuple[Path, ...] = ("asm", "triton", "impossible")
-
-
-def decide(survey: Survey) -> Decisions:
-    """The verdict per layer and degree with the layer's fused group counted in."""
-    per_tp = [survey.decided(tp) for tp in survey.tp]
-    known: dict[tuple[int, ...], Mapping[int, Verdict]] = {}
-    equal: dict[tuple[Verdict, ...], Mapping[int, Verdict]] = {}
-    decisions: dict[str, Mapping[int, Verdict]] = {}
-    for item in survey.layers:
-        name = item.layer.name
-        verdicts = tuple([decided[name] for decided in per_tp])
-        ids = tuple(map(id, verdicts))  # cheaper to look up than nested tuples of text
-        mapping = known.get(ids)
-        if mapping is None:
-            mapping = equal.setdefault(verdicts, dict(zip(survey.tp, verdicts, strict=True)))
-            known[ids] = mapping
-        decisions[name] = mapping
-    return decisions
 
 
 def shares(survey: Survey, decisions: Decisions) -> dict[int, c.PathsDocument]:

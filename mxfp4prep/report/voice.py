@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,15 @@ class Voice:
 
         with collector_paused():
             streams.emit_all(pieces(document))
+
+    def print_lines(self, pieces: Iterable[str]) -> None:
+        """The result as text that is there already, piece by piece, on stdout."""
+        with collector_paused():
+            streams.emit_all(pieces)
+
+    def say(self, line: str) -> None:
+        """One line of the story on stderr."""
+        streams.tell(line)
 
     def print_text(self, render: Callable[[Screen], Sequence[str]]) -> None:
         """The result as the lines that `render` makes for the screen behind stdout."""

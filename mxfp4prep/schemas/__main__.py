@@ -15,6 +15,7 @@ from mxfp4prep.schemas import DOCUMENTS, read
 
 TYPES: dict[str, Any] = {
     "audit": contract.AuditDocument,
+    "diff": contract.DiffDocument,
     "plan": contract.PlanDocument,
     "convert": contract.ConvertDocument,
     "verify": contract.VerifyDocument,

@@ -1,0 +1,130 @@
+"""One audit: a checkpoint opened, surveyed and judged, with all that was asked beside it.
+
+The verdicts and the cost always; an engine's view, and what the scale bytes hold, when asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mxfp4prep.checkpoint import Checkpoint
+from mxfp4prep.cost import Cost, costs, largest_clean
+from mxfp4prep.decisions import Decisions, decide
+from mxfp4prep.deployment import TENSOR_PARALLEL, Deployment
+from mxfp4prep.findings import Finding
+from mxfp4prep.hub import open_source
+from mxfp4prep.parallel import Parallel
+from mxfp4prep.survey import DEFAULT_TP, Survey, survey
+
+if TYPE_CHECKING:
+    from mxfp4prep.engines import Prediction
+    from mxfp4prep.values import ScaleValues
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What an audit found.
+
+    costs           per degree of the survey
+    largest_clean   the largest degree at which every layer is asm, tried beyond the asked ones
+    prediction      what one engine does with the checkpoint, None when none was asked about
+    values          what the scale bytes hold, None when they were not read
+    findings        of the survey, the engine and the values
+    """
+
+    survey: Survey
+    decisions: Decisions
+    costs: Mapping[int, Cost]
+    largest_clean: int | None
+    prediction: Prediction | None
+    values: ScaleValues | None
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineQuestion:
+    """Which engine to ask about: its name, its switches as NAME=VALUE, AITER's tuned tables."""
+
+    name: str
+    switches: tuple[str, ...] = ()
+    tables: Path | None = None
+
+
+Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None] | None]]
+"""Shows progress of (what is done, how much in all); yields what to call with each step."""
+
+
+def run_audit(
+    source: str,
+    tp: Sequence[int] = DEFAULT_TP,
+    rules: Sequence[tuple[str, Parallel]] = (),
+    deployment: Deployment = TENSOR_PARALLEL,
+    engine: EngineQuestion | None = None,
+    *,
+    values: bool = False,
+    watch: Watch | None = None,
+) -> Audit:
+    """Audits `source`, a checkpoint directory or `org/name[@revision]` on the Hub.
+
+    Reads headers only, and with `values` all scale bytes. Raises what opening, classifying and
+    reading raise, and UsageError for an engine or switch that does not exist.
+    """
+    if engine is not None:
+        _prepare(engine)  # a wrong word is said before anything is read
+    checkpoint = open_source(source)
+    return audit_checkpoint(checkpoint, tp, rules, deployment, engine, values=values, watch=watch)
+
+
+def audit_checkpoint(
+    checkpoint: Checkpoint,
+    tp: Sequence[int] = DEFAULT_TP,
+    rules: Sequence[tuple[str, Parallel]] = (),
+    deployment: Deployment = TENSOR_PARALLEL,
+    engine: EngineQuestion | None = None,
+    *,
+    values: bool = False,
+    watch: Watch | None = None,
+) -> Audit:
+    """`run_audit` of a checkpoint that is open already."""
+    found = survey(checkpoint, tp, rules, deployment)
+    decisions = decide(found)
+    prediction = None if engine is None else _prepare(engine)(found)
+    read = _read_values(found, watch) if values else None
+    findings = found.findings
+    if prediction is not None:
+        findings += prediction.findings
+    if read is not None:
+        from mxfp4prep.values import value_findings
+
+        findings += value_findings(read)
+    return Audit(
+        survey=found,
+        decisions=decisions,
+        costs=costs(found, decisions),
+        largest_clean=largest_clean(found),
+        prediction=prediction,
+        values=read,
+        findings=findings,
+    )
+
+
+def _prepare(question: EngineQuestion) -> Callable[[Survey], Prediction]:
+    """The question ready to be asked, its words checked before anything is read."""
+    from mxfp4prep.engines import find_tuned, parse_switches, predict
+
+    switches = parse_switches(question.name, question.switches)
+    tuned = find_tuned(question.tables)
+    return lambda found: predict(question.name, found, switches=switches, tuned=tuned)
+
+
+def _read_values(found: Survey, watch: Watch | None) -> ScaleValues:
+    from mxfp4prep.values import read_values
+
+    layers = [item.layer for item in found.layers]
+    total = sum(layer.scale.nbytes for layer in layers)
+    with nullcontext() if watch is None else watch("reading scales", total) as advance:
+        return read_values(found.checkpoint, layers, advance)

@@ -1,0 +1,60 @@
+"""What one engine does with the original checkpoint, for people: a row per family of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from mxfp4prep.report.families import gather
+from mxfp4prep.report.joining import listed, merge_siblings
+from mxfp4prep.report.screen import Screen
+
+if TYPE_CHECKING:
+    from mxfp4prep.auditing import Audit
+    from mxfp4prep.engines import Outcome, Prediction
+
+SHOWN = {"crash": "CRASH", "corrupt": "CORRUPT", "unknown": "unknown"}
+"""Outcomes that stand in a cell in place of the engine's path."""
+
+
+def engine_lines(audit: Audit, screen: Screen) -> list[str]:
+    """Lines of the engine's table and of what it rests on; none when no engine was asked about."""
+    prediction = audit.prediction
+    if prediction is None:
+        return []
+    engine = prediction.engine
+    degrees = audit.survey.tp
+    lines = screen.wrap(f"{engine.name} ({engine.version}) with the original checkpoint:")
+    head = ("layer", "layers", *(f"tp {tp}" for tp in degrees))
+    lines += screen.table(head, merge_siblings(_rows(audit, prediction), screen), right=(1,))
+    facts = [f"{name}={value}" for name, value in prediction.switches.items()]
+    if facts:
+        lines += screen.wrap(screen.name(", ".join(facts)), "switches: ", "  ")
+    for assumption in prediction.assumptions:
+        lines += screen.wrap(screen.name(assumption), "assumed: ", "  ")
+    for source in engine.sources:
+        lines += screen.wrap(source, "source: ", "  ")
+    return ["", *lines]
+
+
+def _rows(
+    audit: Audit, prediction: Prediction
+) -> Iterator[tuple[str, int, tuple[str, ...], tuple[str, ...]]]:
+    def items() -> Iterator[tuple[str, int, Mapping[int, Outcome]]]:
+        for item in audit.survey.layers:
+            outcomes = prediction.outcomes[item.layer.name]
+            yield item.layer.name, id(outcomes), outcomes
+
+    for family in gather(items()):
+        outcomes = family.first
+        cells = tuple(SHOWN.get(made.outcome, made.path or "-") for made in outcomes.values())
+        yield family.name, family.count, cells, _notes(outcomes)
+
+
+def _notes(outcomes: Mapping[int, Outcome]) -> tuple[str, ...]:
+    """What the engine says or does at which degrees, the same words together."""
+    alike: dict[str, list[int]] = {}
+    for tp, made in outcomes.items():
+        if made.message:
+            alike.setdefault(made.message, []).append(tp)
+    return tuple(f"tp {listed(degrees)}: {message}" for message, degrees in alike.items())

@@ -1,0 +1,30 @@
+"""Rows and numbers that say the same, joined: siblings of one module, degrees of one reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mxfp4prep.report.screen import Row, Screen
+
+
+def merge_siblings(
+    rows: Iterable[tuple[str, int, tuple[str, ...], tuple[str, ...]]], screen: Screen
+) -> list[Row]:
+    """Rows of (name, layers, cells, notes) where siblings that say the same become one.
+
+    `mlp.gate_proj` and `mlp.up_proj` become `mlp.{gate_proj,up_proj}`.
+    """
+    leaves: dict[tuple[str, int, tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for name, count, cells, notes in rows:
+        parent, dot, leaf = name.rpartition(".")
+        leaves.setdefault((parent + dot, count, cells, notes), []).append(leaf)
+    merged = []
+    for (parent, count, cells, notes), names in leaves.items():
+        name = parent + (names[0] if len(names) == 1 else "{" + ",".join(names) + "}")
+        merged.append(Row((screen.name(name), f"{count * len(names):,}", *cells), notes))
+    return merged
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """`1, 2, 4`."""
+    return ", ".join(map(str, numbers))
