@@ -274,6 +274,16 @@ def test_like_shapes_in_different_places_are_told_apart(tmp_path: Path) -> None:
     matrix = mxfp4(512, 512)
     # 2 experts of 4 in each layer; fused, three whole matrices; apart, two halves
     assert costs_of(root, (2,), EP)[2].rank_mxfp4_nbytes == 2 * 2 * 3 * matrix + 3 * matrix + matrix
+    # of width 160 neither can be cut in four: both are whole, but the one that is fused runs for a
+    # rank's own tokens and the other for all
+    at = "model.layers.{}.mlp.shared_expert.down_proj"
+    linears = experts(0, 4, 512, 160) | experts(1, 4, 512, 160)
+    linears |= {at.format(i): (512, 160) for i in (0, 1)}
+    extra = {"model.layers.1.mlp.shared_expert.up_proj.weight": torch.zeros(160, 512, dtype=BF16)}
+    config = model_config(num_experts_per_tok=1)
+    narrow = write_checkpoint(tmp_path / "narrow", linears, config=config, extra=extra)
+    one = 160 * 512
+    assert flops(costs_of(narrow, (4,), EP)[4]) == 2 * (2 * 3 * one // 4 + one // 4 + one)
     linears = {
         "model.layers.0.mlp.gate_proj": (512, 512),
         "model.layers.0.mlp.up_proj": (512, 512),
@@ -1254,7 +1264,7 @@ def test_the_paragraph_never_contradicts_the_decisions(
             assert int(serve[1]) == max(clean)
         refused = re.search(r"Do not serve at tp ([\d, ]+):", text)
         assert ([int(tp) for tp in refused[1].split(",")] if refused else []) == stuck, text
-        advised = re.search(r"convert --tp (\d+)`", text)
+        advised = re.search(r"convert --tp (\d+)(?: --ep)?`", text)
         assert (advised is None) == (len(stuck) == len(degrees)), text
         if advised is not None:
             assert int(advised[1]) not in stuck

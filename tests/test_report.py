@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from quark_factory import model_config, write_checkpoint
 
 from mxfp4prep import schemas
-from mxfp4prep.alignment import REASONS, Verdict
+from mxfp4prep.alignment import HAZARDS, REASONS, Verdict
 from mxfp4prep.auditing import audit_checkpoint
 from mxfp4prep.checkpoint import Checkpoint, open_checkpoint
 from mxfp4prep.decisions import decide
@@ -390,18 +390,19 @@ def test_audit_has_one_row_per_template_with_verdicts_and_arithmetic(
 def test_audit_explains_each_code_that_occurs_and_no_other(misaligned: Checkpoint) -> None:
     lines = text_of(misaligned, columns=120).splitlines()
     start = lines.index("reasons") + 1
-    codes = {}
+    codes: dict[str, str] = {}
+    code = ""
     for line in lines[start:]:
         if not line.startswith("  "):
             break
-        code, _, words = line.strip().partition("  ")
-        codes[code] = words.strip()
-    used = set(
-        re.findall(
-            r"\b(?:scale_rows|scale_cols|bad_tile|split_\w+|not_2d)\b", "\n".join(lines[:start])
-        )
-    )
-    assert codes == {code: REASONS[code] for code in used}
+        if line[2] == " ":
+            codes[code] += " " + line.strip()
+        else:
+            code, _, words = line.strip().partition("  ")
+            codes[code] = words.strip()
+    every = REASONS | HAZARDS
+    used = set(re.findall(rf"\b(?:{'|'.join(every)})\b", "\n".join(lines[:start])))
+    assert codes == {code: every[code] for code in used}
     assert "scale_cols" in used
 
 

@@ -17,9 +17,9 @@ from mxfp4prep.decisions import Decisions
 from mxfp4prep.findings import Finding
 from mxfp4prep.report.cost_text import cost_lines
 from mxfp4prep.report.engine_text import engine_lines
-from mxfp4prep.report.families import gather
+from mxfp4prep.report.families import Family, gather
 from mxfp4prep.report.joining import listed, merge_siblings
-from mxfp4prep.report.recommendation import best_degree, recommend
+from mxfp4prep.report.recommendation import best_degree, recommendation_lines
 from mxfp4prep.report.screen import Row, Screen, counted, human
 from mxfp4prep.report.shared_text import shared_lines
 from mxfp4prep.report.tally import PATHS, shares
@@ -45,10 +45,11 @@ def audit_text(audit: Audit, screen: Screen, command: str) -> list[str]:
     )
     lines += _deployment_lines(survey.deployment, screen)
     lines += ["", *_layer_table(survey, decisions, screen)]
-    if survey.groups:
-        lines += ["", *_group_table(survey, decisions, screen)]
+    groups = _group_families(survey, decisions)
+    if groups:
+        lines += ["", *_group_table(survey, groups, screen)]
     seen = [v for mapping in _distinct(decisions.values()) for v in mapping.values()]
-    seen += [v for group in _distinct(g.verdicts for g in survey.groups) for v in group.values()]
+    seen += [verdict for family in groups for verdict in family.first[1].values()]
     lines += legend(
         (reason for v in seen for reason in v.reasons), (h for v in seen for h in v.hazards), screen
     )
@@ -61,7 +62,7 @@ def audit_text(audit: Audit, screen: Screen, command: str) -> list[str]:
         lines += [line for finding in audit.findings for line in finding_lines(finding, screen)]
     lines += ["", *_share_table(survey, decisions, screen)]
     lines += ["", *cost_lines(survey, audit.costs, screen)]
-    lines += ["", *screen.wrap(recommend(audit))]
+    lines += ["", *recommendation_lines(audit, screen)]
     lines += ["", _next(audit, command)]
     return lines
 
@@ -151,15 +152,25 @@ def _layer_table(survey: Survey, decisions: Decisions, screen: Screen) -> list[s
     return screen.table(head, merge_siblings(rows, screen), right=(1,))
 
 
-def _group_table(survey: Survey, decisions: Decisions, screen: Screen) -> list[str]:
+def _group_families(
+    survey: Survey, decisions: Decisions
+) -> list[Family[tuple[GroupSurvey, _Verdicts]]]:
+    """Fused projections that differ only in numbers as one, with what is decided for them."""
+
     def items() -> Iterator[tuple[str, tuple[object, ...], tuple[GroupSurvey, _Verdicts]]]:
         for group in survey.groups:
             verdicts = _group_decision(group, decisions)
             key = (_parts(group), group.mixed, *verdicts.values())
             yield group.name, key, (group, verdicts)
 
+    return gather(items())
+
+
+def _group_table(
+    survey: Survey, families: list[Family[tuple[GroupSurvey, _Verdicts]]], screen: Screen
+) -> list[str]:
     rows = []
-    for family in gather(items()):
+    for family in families:
         group, verdicts = family.first
         parts = screen.name(" + ".join(_parts(group)))
         name = screen.name(family.name)

@@ -236,7 +236,8 @@ class OtherDocument(TypedDict):
 class AuditSummary(TypedDict):
     """`asm_tp`: degrees at which every layer is asm. `possible_tp`: at which every layer splits.
 
-    largest_clean_tp is the last of asm_tp; recommendation is a paragraph computed from it all.
+    largest_clean_tp is the largest degree of 1, 2, 4, 8, 16, 32, 64 and the asked ones at which
+    every layer is asm; recommendation is a paragraph computed from it all.
     """
 
     layers: int

@@ -228,7 +228,8 @@ def _conversion(audit: Audit, degrees: _Degrees) -> Iterator[str]:
     best = degrees.best
     if best is None:
         return
-    command = f"`mxfp4prep convert --tp {best}`"
+    ep = " --ep" if audit.survey.deployment.expert_parallel else ""
+    command = f"`mxfp4prep convert --tp {best}{ep}`"
     unsure = (
         " (of every expert, since config.json does not say how many a token takes)"
         if counts_all_experts(audit.survey)
