@@ -475,6 +475,8 @@ def test_siblings_merge_only_when_all_is_the_same() -> None:
         ("a.w", 3, ("c",), ()),
         ("a.v", 2, ("c",), ("why",)),
         ("top", 1, ("c",), ()),
+        ("a.blocks.{0..3}", 4, ("c",), ()),
+        ("a.blocks.{4..7}", 4, ("c",), ()),
     ]
     merged = merge_siblings(rows, Screen())
     assert [row.cells[:2] for row in merged] == [
@@ -484,6 +486,7 @@ def test_siblings_merge_only_when_all_is_the_same() -> None:
         ("a.w", "3"),
         ("a.v", "2"),
         ("top", "1"),
+        ("a.blocks.{{0..3},{4..7}}", "8"),
     ]
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from mxfp4prep.report.screen import Row, Screen
+
+# Up to the last dot that is not one of a run of numbers, as in `blocks.{0..3}`.
+_LAST_PART = re.compile(r".*(?<!\.)\.(?!\.)")
 
 
 def merge_siblings(
@@ -16,8 +20,9 @@ def merge_siblings(
     """
     leaves: dict[tuple[str, int, tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for name, count, cells, notes in rows:
-        parent, dot, leaf = name.rpartition(".")
-        leaves.setdefault((parent + dot, count, cells, notes), []).append(leaf)
+        start = _LAST_PART.search(name)
+        cut = 0 if start is None else start.end()
+        leaves.setdefault((name[:cut], count, cells, notes), []).append(name[cut:])
     merged = []
     for (parent, count, cells, notes), names in leaves.items():
         name = parent + (names[0] if len(names) == 1 else "{" + ",".join(names) + "}")
