@@ -93,7 +93,7 @@ def _known(error: Exception) -> Mxfp4PrepError | None:
     message = getattr(error, "format_message", None)
     if callable(message):
         where = getattr(getattr(error, "ctx", None), "command_path", None) or "mxfp4prep"
-        text = " ".join(str(message()).split()).rstrip(".")
+        text = " ".join(str(message()).split()).rstrip(".").replace("Value error, ", "")
         return UsageError(where, text, hint=f"{where} --help")
     if isinstance(error, MemoryError):
         return IOFailed("memory", "not enough of it", hint="use fewer workers: --workers 1")

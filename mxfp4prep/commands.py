@@ -59,7 +59,7 @@ def audit(
     voice: Voice = ctx.obj
     if engine is None and (switch or aiter_configs):
         flag = "--switch" if switch else "--aiter-configs"
-        raise UsageError(flag, "is about an engine", hint=f"{flag} goes with --engine NAME")
+        raise UsageError(flag, "needs an engine to be about", hint=f"--engine NAME {flag} ...")
     if html is not None:
         check_page_file(html)
     found = run_audit(

@@ -118,7 +118,11 @@ TablesOpt = Annotated[
     ),
 ]
 ValuesOpt = Annotated[
-    bool, typer.Option("--values", help="Read all scale bytes too, and report what is odd.")
+    bool,
+    typer.Option(
+        "--values",
+        help="Read all scale bytes too (a 17th of the MXFP4 bytes), and report what is odd.",
+    ),
 ]
 HtmlOpt = Annotated[
     Path | None,

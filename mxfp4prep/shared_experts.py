@@ -98,7 +98,7 @@ def decide(block: SharedBlock, tp: int, deployment: Deployment) -> SharedDecisio
     degrees = [d for d in range(tp - 1, 0, -1) if width % (d * SCALE_GROUP) == 0]
     if degrees:
         powers = [d for d in degrees if d & (d - 1) == 0]  # what servers of eight GPUs can do
-        ways.append(f"serve at tp {powers[0]}")
+        ways.append(f"choose tp {powers[0]}, which fits it")
     ways.append("replicate it with expert parallelism (--ep) or sequence parallelism (--sp)")
     if block.fusable:
         ways.append("let the engine fuse it into the routed experts")

@@ -1064,7 +1064,7 @@ def set_at(place: str, value: Any) -> Callable[[Any], None]:
         ("others.0.count", -1, "others: found -1"),
         (
             "others.0",
-            {"name": "l.{0..999999}.{0..9}", "dtype": "x", "count": 10**7},
+            {"name": "l.{0..299999}.{0..9}", "dtype": "x", "count": 3 * 10**6},
             "at most 2000000",
         ),
         ("others.0", {"name": "l.0.down", "dtype": "x", "count": 1}, "l.0.down stands twice"),

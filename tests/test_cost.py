@@ -960,7 +960,8 @@ def test_the_table_of_a_dense_model(dense: Path) -> None:
         "a rank  tensors   MXFP4          asm     triton   padding",
         "tp 1     3.2 MB  1.2 MB  100% / 100%          -         -",
         "tp 4     839 kB  313 kB    89% / 89%  11% / 11%  +34.8 kB",
-        "padding: what a rank would hold more with its triton layers zero-padded for ASM",
+        "padding: what a rank would hold more with its triton layers zero-padded for ASM:",
+        "columns, and rows that miss, to multiples of 256",
     ]
 
 
@@ -1199,7 +1200,7 @@ def test_many_families_are_counted_not_listed(tmp_path: Path) -> None:
     assert "; and 3 more layers." in text
 
 
-def predicted(found: Survey, outcomes: Mapping[int, tuple[str, str]]) -> Any:
+def predicted(found: Survey, outcomes: Mapping[int, tuple[str, str]], *, own: bool = False) -> Any:
     made = {
         tp: SimpleNamespace(outcome=outcome, path=None, message=message)
         for tp, (outcome, message) in outcomes.items()
@@ -1207,7 +1208,7 @@ def predicted(found: Survey, outcomes: Mapping[int, tuple[str, str]]) -> Any:
     fine = {tp: SimpleNamespace(outcome="ok", path="asm", message="") for tp in outcomes}
     names = [item.layer.name for item in found.layers]
     return SimpleNamespace(
-        engine=SimpleNamespace(name="vllm-0.33"),
+        engine=SimpleNamespace(name="vllm-0.33", own=own),
         outcomes={name: made if i < 2 else fine for i, name in enumerate(names)},
     )
 
@@ -1221,28 +1222,42 @@ def test_what_the_engine_does_is_said(dense: Path) -> None:
         8: ("unknown", ""),
     }
     text = recommend(audited(found, predicted(found, outcomes)))
-    assert text.endswith(
-        "vllm-0.33 with the original checkpoint crashes at tp 2 (2 layers, first "
-        "model.layers.0.mlp.down_proj: ValueError: no), answers wrongly, without an error, at tp 4 "
-        "(2 layers, first model.layers.0.mlp.down_proj: wrong scales), does what is not "
-        "known with some layers at tp 8, serves it at tp 1."
-    )
     # 1 and 2 are clean, and the engine can serve 1 as it is
-    assert text.startswith("Serve at tp 1: ")
+    assert text.startswith(
+        "vllm-0.33 with the original checkpoint: it runs at tp 1; it crashes at tp 2 (2 layers, "
+        "first model.layers.0.mlp.down_proj: ValueError: no); it answers wrongly without an error "
+        "at tp 4 (2 layers, first model.layers.0.mlp.down_proj: wrong scales); it has some layers "
+        "at tp 8 of which nothing is known. The rest is about the checkpoint once prepared, which "
+        "this engine does not load yet. Serve at tp 1: "
+    )
+
+
+def test_a_runtime_of_its_own_refuses_and_nothing_else_follows(dense: Path) -> None:
+    found = surveyed(dense, (1, 2))
+    made = predicted(found, {1: ("ok", ""), 2: ("crash", "refused: no")}, own=True)
+    assert recommend(audited(found, made)).startswith(
+        "vllm-0.33 with the prepared checkpoint: it runs at tp 1; it refuses at tp 2 (2 layers, "
+        "first model.layers.0.mlp.down_proj: refused: no). Serve at tp 1: "
+    )
 
 
 def test_a_clean_degree_that_the_engine_spoils_is_no_advice_to_serve(dense: Path) -> None:
     found = surveyed(dense, (1, 2))
     crash = ("crash", "x" * 500)
     text = recommend(audited(found, predicted(found, {1: crash, 2: crash})))
-    assert text.startswith("By its shapes, tp 2 is best: every MXFP4 layer takes the ASM path")
-    assert "crashes at tp 1, 2 (at tp 1 2 layers, first " in text
+    assert "It runs every layer rightly at none of tp 1, 2. The rest is about" in text
+    assert "By its shapes, tp 2 is best: every MXFP4 layer takes the ASM path" in text
+    assert "crashes at tp 1, 2 (at tp 1: 2 layers, first " in text
     assert "x" * 117 + "...)" in text
     assert "x" * 118 not in text
-    assert "serves it" not in text
+    assert "it runs at" not in text
     fine = recommend(audited(found, predicted(found, {1: ("ok", ""), 2: ("ok", "")})))
-    assert fine.endswith("vllm-0.33 with the original checkpoint serves it at tp 1, 2.")
-    assert fine.startswith("Serve at tp 2: ")
+    assert fine.startswith("vllm-0.33 with the original checkpoint: it runs at tp 1, 2. The rest")
+    assert "Serve at tp 2: " in fine
+    words = "scales are wrong " * 50
+    cut = recommend(audited(found, predicted(found, {1: ("corrupt", words), 2: ("ok", "")})))
+    # 117 characters hold six times 17, "scales are", and half a word that is left out
+    assert "down_proj: " + "scales are wrong " * 6 + "scales are...)" in cut
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS)

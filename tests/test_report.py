@@ -574,7 +574,7 @@ def test_a_layer_keeps_its_own_verdict_beside_what_its_whole_decides() -> None:
     lines = audit_text(audit, Screen(columns=120), "MODEL")
     row = next(i for i, line in enumerate(lines) if "{k_proj,v_proj}" in line)
     assert lines[row].split()[-1] == "IMPOSSIBLE"
-    assert lines[row + 1].strip().startswith("tp 8: as part of the whole, split_rows (4 heads of")
+    assert lines[row + 1].strip().startswith("tp 8: joined in qkv_proj, split_rows (4 heads of")
 
 
 def test_json_has_a_line_per_record_and_no_nan() -> None:

@@ -90,15 +90,15 @@ def test_fusion_is_decided_before_the_degree_is_looked_at(tp, wish):
 def test_the_message_does_the_arithmetic_and_names_each_way_out():
     made = decide(block(640, fusable=True), 8, Deployment(shared_experts="separate"))
     assert made.message == (
-        "640 / 8 = 80 columns = 2.5 groups of 32; serve at tp 4, or replicate it with expert "
-        "parallelism (--ep) or sequence parallelism (--sp), or let the engine fuse it into the "
-        "routed experts"
+        "640 / 8 = 80 columns = 2.5 groups of 32; choose tp 4, which fits it, or replicate it with "
+        "expert parallelism (--ep) or sequence parallelism (--sp), or let the engine fuse it into "
+        "the routed experts"
     )
     assert "fuse" not in decide(block(640, fusable=False), 8, Deployment()).message
     # 96 = 3 groups: no power of two above 1 divides them
-    assert "serve at tp 1," in decide(block(96, fusable=False), 8, Deployment()).message
+    assert "choose tp 1," in decide(block(96, fusable=False), 8, Deployment()).message
     # 80 columns are no whole groups on any rank count
-    assert "serve at" not in decide(block(80, fusable=False), 8, Deployment()).message
+    assert "choose tp" not in decide(block(80, fusable=False), 8, Deployment()).message
     replicated = decide(block(640, fusable=False), 8, Deployment(expert_parallel=True))
     assert (
         replicated.message == "640 / 8 = 80 columns = 2.5 groups of 32: every rank holds the whole"

@@ -29,10 +29,9 @@ TEXTS: dict[str, tuple[Severity, str]] = {
     ),
     "activation_rounding": (
         "note",
-        "inputs are rounded to FP4 at run time, and config.json says scale_calculation_mode even, "
-        "as Quark calibrates: check that the engine rounds so. AITER's Triton quantization (vLLM, "
-        "SGLang) does; its HIP quantization rounds scales up by default, and down before 0.1.16. "
-        "ATOM gained 1.8 % on GSM8K with even (ATOM PR 1601)",
+        "inputs are rounded to FP4 at run time, by config.json with scale_calculation_mode even: "
+        "AITER's Triton quantization rounds so, its HIP quantization rounds scales up by default "
+        "and down before 0.1.16. ATOM gained 1.8 % on GSM8K with even (ATOM PR 1601)",
     ),
     "rounding_unstated": (
         "note",

@@ -22,7 +22,7 @@ from mxfp4prep.report.joining import listed, merge_siblings
 from mxfp4prep.report.recommendation import best_degree, recommendation_lines
 from mxfp4prep.report.screen import Row, Screen, counted, human
 from mxfp4prep.report.shared_text import shared_lines
-from mxfp4prep.report.tally import PATHS, shares
+from mxfp4prep.report.tally import ASM_ONLY, PATHS, POSSIBLE, degrees_of, shares
 
 if TYPE_CHECKING:
     from mxfp4prep.auditing import Audit
@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from mxfp4prep.values import ScaleValues
 
 _Verdicts = Mapping[int, Verdict]
+
+EXPERTS = (
+    "For routed experts that is what can be prepared: today's engines run them in AITER's fused "
+    "MoE, padded with zeros where they miss; --engine says what they do."
+)
+
+_SEVERITIES = ("error", "warning", "note")
 
 SHOWN = {"asm": "asm", "triton": "triton", "impossible": "IMPOSSIBLE"}
 
@@ -44,6 +51,9 @@ def audit_text(audit: Audit, screen: Screen, command: str) -> list[str]:
         f"ASM needs scales with {RULE} on every rank; anything else runs on Triton."
     )
     lines += _deployment_lines(survey.deployment, screen)
+    if audit.prediction is None and any(item.role.parallel == "expert" for item in survey.layers):
+        lines += screen.wrap(EXPERTS)
+    lines += _short_lines(survey, decisions, screen)
     lines += ["", *_layer_table(survey, decisions, screen)]
     groups = _group_families(survey, decisions)
     if groups:
@@ -59,7 +69,8 @@ def audit_text(audit: Audit, screen: Screen, command: str) -> list[str]:
         lines += ["", *_value_lines(audit.values, screen)]
     if audit.findings:
         lines += ["", "findings"]
-        lines += [line for finding in audit.findings for line in finding_lines(finding, screen)]
+        worst_first = sorted(audit.findings, key=lambda f: _SEVERITIES.index(f.severity))
+        lines += [line for finding in worst_first for line in finding_lines(finding, screen)]
     lines += ["", *_share_table(survey, decisions, screen)]
     lines += ["", *cost_lines(survey, audit.costs, screen)]
     lines += ["", *recommendation_lines(audit, screen)]
@@ -77,6 +88,19 @@ def _deployment_lines(deployment: Deployment, screen: Screen) -> list[str]:
     if deployment.shared_experts != "auto":
         words.append(f"shared experts {deployment.shared_experts}")
     return screen.wrap(f"With {', '.join(words)}.") if words else []
+
+
+def _short_lines(survey: Survey, decisions: Decisions, screen: Screen) -> list[str]:
+    """The degrees by the worst that happens there, in one line."""
+    clean = degrees_of(decisions, survey.tp, ASM_ONLY)
+    possible = degrees_of(decisions, survey.tp, POSSIBLE)
+    kinds = (
+        ("all layers on ASM", clean),
+        ("some on Triton", [tp for tp in possible if tp not in clean]),
+        ("some that cannot be split", [tp for tp in survey.tp if tp not in possible]),
+    )
+    words = [f"{what} at tp {listed(degrees)}" for what, degrees in kinds if degrees]
+    return screen.wrap(f"In short: {'; '.join(words)}.")
 
 
 def _value_lines(values: ScaleValues, screen: Screen) -> list[str]:
@@ -146,7 +170,7 @@ def _layer_table(survey: Survey, decisions: Decisions, screen: Screen) -> list[s
         layer = family.first.layer
         verdicts = decisions[layer.name]
         cells = (shape_of(layer.n, layer.k, layer.experts), layer.scheme)
-        notes = _notes(verdicts, family.first.verdicts)
+        notes = _notes(verdicts, family.first.verdicts, family.first.role.group)
         rows.append((family.name, family.count, (*cells, *_verdict_cells(verdicts)), notes))
     head = ("layer", "layers", "shape", "scheme", *(f"tp {tp}" for tp in survey.tp))
     return screen.table(head, merge_siblings(rows, screen), right=(1,))
@@ -175,7 +199,10 @@ def _group_table(
         parts = screen.name(" + ".join(_parts(group)))
         name = screen.name(family.name)
         rows.append(Row((name, *_verdict_cells(verdicts)), (parts, *_notes(verdicts))))
-    lines = screen.wrap("Engines join these parts into one matrix and decide once for all of them:")
+    lines = screen.wrap(
+        "Engines join these parts into one matrix. Prepared part by part, it takes the ASM path "
+        "only where each part could, too:"
+    )
     return lines + screen.table(("fused", *(f"tp {tp}" for tp in survey.tp)), rows)
 
 
@@ -199,9 +226,11 @@ def _verdict_cells(verdicts: Mapping[int, Verdict]) -> tuple[str, ...]:
 
 
 def _notes(
-    verdicts: Mapping[int, Verdict], own: Mapping[int, Verdict] | None = None
+    verdicts: Mapping[int, Verdict],
+    own: Mapping[int, Verdict] | None = None,
+    group: str | None = None,
 ) -> tuple[str, ...]:
-    """Why not asm, degrees with the same reasons together; `own` leaves the fused group out."""
+    """Why not asm, degrees with the same reasons together; `own` leaves the fused `group` out."""
     alike: dict[tuple[bool, tuple[object, ...]], list[int]] = {}
     for tp, verdict in verdicts.items():
         if verdict.reasons or verdict.hazards:
@@ -211,7 +240,8 @@ def _notes(
     notes = []
     for (joined, _), degrees in alike.items():
         text = _explain([(tp, verdicts[tp]) for tp in degrees])
-        notes.append(f"tp {listed(degrees)}: {'as part of the whole, ' if joined else ''}{text}")
+        whole = f"joined in {group.rpartition('.')[2]}, " if joined and group else ""
+        notes.append(f"tp {listed(degrees)}: {whole}{text}")
     return tuple(notes)
 
 
@@ -262,6 +292,6 @@ def _next(audit: Audit, command: str) -> str:
     """The command to run next."""
     best = best_degree(audit)
     if best is None:
-        return f"next: mxfp4prep audit {command} --tp 1"
+        return f"next: mxfp4prep audit {command} --tp {audit.largest_clean or 1}"
     ep = " --ep" if audit.survey.deployment.expert_parallel else ""
     return f"next: mxfp4prep convert {command} --tp {best}{ep}"

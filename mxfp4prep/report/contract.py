@@ -312,6 +312,7 @@ class PlanDocument(TypedDict):
     source: SourceDocument
     output: str
     tp: list[int]
+    expert_parallel: bool
     layout: Literal["auto", "asm", "triton"]
     nbytes: int
     layers: list[PlannedLayerDocument]
@@ -327,6 +328,7 @@ class ConvertDocument(TypedDict):
     name: str
     output: str
     tp: list[int]
+    expert_parallel: bool
     files: int
     nbytes: int
     findings: list[FindingDocument]

@@ -47,7 +47,8 @@ def cost_lines(survey: Survey, costs: Mapping[int, Cost], screen: Screen) -> lis
         )
     if any(cost.padding_nbytes for cost in costs.values()):
         lines += screen.wrap(
-            "padding: what a rank would hold more with its triton layers zero-padded for ASM"
+            "padding: what a rank would hold more with its triton layers zero-padded for ASM: "
+            "columns, and rows that miss, to multiples of 256"
         )
     for sentence in assumptions(survey):
         lines += screen.wrap(sentence)

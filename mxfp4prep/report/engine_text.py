@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from mxfp4prep.engines import PATHS
 from mxfp4prep.report.families import gather
 from mxfp4prep.report.joining import listed, merge_siblings
 from mxfp4prep.report.screen import Screen
@@ -24,9 +25,11 @@ def engine_lines(audit: Audit, screen: Screen) -> list[str]:
         return []
     engine = prediction.engine
     degrees = audit.survey.tp
-    lines = screen.wrap(f"{engine.name} ({engine.version}) with the original checkpoint:")
+    what = "once the checkpoint is prepared" if engine.own else "with the original checkpoint"
+    lines = screen.wrap(f"{engine.name} ({engine.version}) {what}:")
     head = ("layer", "layers", *(f"tp {tp}" for tp in degrees))
     lines += screen.table(head, merge_siblings(_rows(audit, prediction), screen), right=(1,))
+    lines += _legend(prediction, screen)
     facts = [f"{name}={value}" for name, value in prediction.switches.items()]
     if facts:
         lines += screen.wrap(screen.name(", ".join(facts)), "switches: ", "  ")
@@ -35,6 +38,14 @@ def engine_lines(audit: Audit, screen: Screen) -> list[str]:
     for source in engine.sources:
         lines += screen.wrap(source, "source: ", "  ")
     return ["", *lines]
+
+
+def _legend(prediction: Prediction, screen: Screen) -> list[str]:
+    """What each path that occurs is."""
+    distinct = {id(mapping): mapping for mapping in prediction.outcomes.values()}.values()
+    paths = {made.path for mapping in distinct for made in mapping.values()} - {None}
+    known = [(path, words) for path, words in PATHS.items() if path in paths]
+    return [line for path, words in known for line in screen.wrap(words, f"  {path}: ", "    ")]
 
 
 def _rows(

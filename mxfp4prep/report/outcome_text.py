@@ -20,6 +20,8 @@ _PROVEN = {
 def convert_text(done: c.ConvertDocument, screen: Screen, source: str, out: str) -> list[str]:
     """Lines after a conversion; `source` and `out` as the next command names them."""
     degrees = ", ".join(map(str, done["tp"]))
+    if done["expert_parallel"]:
+        degrees += " with expert parallelism"
     lines = screen.wrap(
         f"wrote {screen.name(done['output'])}: {counted(done['files'], 'file')}, "
         f"{human(done['nbytes'])}, for tp {degrees}"

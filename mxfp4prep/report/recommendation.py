@@ -37,8 +37,12 @@ AS_GOOD = 0.005
 
 
 def recommendation_lines(audit: Audit, screen: Screen) -> list[str]:
-    """The paragraph in lines that fit the screen."""
-    return screen.wrap(screen.name(recommend(audit)))
+    """The paragraph in lines that fit the screen, each sentence beginning one."""
+    return [
+        line
+        for sentence in _sentences(audit)
+        for line in screen.wrap(screen.name(sentence), "- ", "  ")
+    ]
 
 
 def best_degree(audit: Audit) -> int | None:
@@ -46,21 +50,25 @@ def best_degree(audit: Audit) -> int | None:
     return _degrees(audit, cache(lambda: shapes_of(audit.survey))).best
 
 
-@collector_paused()
 def recommend(audit: Audit) -> str:
     """The paragraph. Unprintable characters of names and of engines' messages are escaped."""
+    return " ".join(_sentences(audit))
+
+
+@collector_paused()
+def _sentences(audit: Audit) -> list[str]:
     shapes = cache(lambda: shapes_of(audit.survey))  # a clean model needs none
     degrees = _degrees(audit, shapes)
     families = [] if degrees.clean == degrees.asked else shortfalls(audit)
     sentences = [
+        *_engine(audit, degrees),
         *_where(audit, degrees, shapes),
         *_misses(families, degrees),
         *_stuck(families, degrees),
         *_ways(audit, degrees, shapes),
         *_conversion(audit, degrees),
-        *_engine(audit, degrees),
     ]
-    return printable(" ".join(sentences))
+    return [printable(sentence) for sentence in sentences]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,19 +269,25 @@ def _engine(audit: Audit, degrees: _Degrees) -> Iterator[str]:
     if prediction is None:
         return
     says = []
-    for outcome, verb in (("crash", "crashes"), ("corrupt", "answers wrongly, without an error,")):
-        at = _outcome_degrees(audit, outcome)
-        if at:
-            first = f"at tp {at[0]} " if len(at) > 1 else ""
-            quoted = _quoted(prediction.outcomes, outcome, at[0])
-            says.append(f"{verb} at {_at(at)} ({first}{quoted})")
     unknown = _outcome_degrees(audit, "unknown")
-    if unknown:
-        says.append(f"does what is not known with some layers at {_at(unknown)}")
     quiet = [tp for tp in degrees.asked if tp not in degrees.troubled and tp not in unknown]
     if quiet:
-        says.append(f"serves it at {_at(quiet)}")
-    yield f"{prediction.engine.name} with the original checkpoint {', '.join(says)}."
+        says.append(f"runs at {_at(quiet)}")
+    crashes = "refuses" if prediction.engine.own else "crashes"
+    for outcome, verb in (("crash", crashes), ("corrupt", "answers wrongly without an error")):
+        at = _outcome_degrees(audit, outcome)
+        if at:
+            first = f"at tp {at[0]}: " if len(at) > 1 else ""
+            quoted = _quoted(prediction.outcomes, outcome, at[0])
+            says.append(f"{verb} at {_at(at)} ({first}{quoted})")
+    if unknown:
+        says.append(f"has some layers at {_at(unknown)} of which nothing is known")
+    which = "prepared" if prediction.engine.own else "original"
+    yield f"{prediction.engine.name} with the {which} checkpoint: it {'; it '.join(says)}."
+    if not prediction.engine.own:
+        if not quiet and not unknown:
+            yield f"It runs every layer rightly at none of {_at(degrees.asked)}."
+        yield "The rest is about the checkpoint once prepared, which this engine does not load yet."
 
 
 def _outcome_degrees(audit: Audit, outcome: str) -> list[int]:
@@ -289,7 +303,7 @@ def _quoted(outcomes: Mapping[str, Mapping[int, Outcome]], outcome: str, tp: int
     names = [name for name, made in outcomes.items() if made[tp].outcome == outcome]
     message = outcomes[names[0]][tp].message
     if len(message) > MOST_QUOTED:
-        message = message[: MOST_QUOTED - 3].rstrip() + "..."
+        message = message[: MOST_QUOTED - 3].rsplit(maxsplit=1)[0] + "..."
     count = counted(len(names), "layer")
     return f"{count}, first {names[0]}" + (f": {message}" if message else "")
 

@@ -40,9 +40,12 @@ def shared_lines(survey: Survey, screen: Screen) -> list[str]:
             )
         )
     head = ("shared expert", "blocks", *(f"tp {tp}" for tp in survey.tp))
+    apart = survey.deployment.shared_experts == "separate"
     lines = screen.wrap(
-        "A shared expert is fused into the routed ones where it can be; one that stays apart is "
-        "cut by itself:"
+        "Shared experts stay apart and are cut by themselves:"
+        if apart
+        else "A shared expert is fused into the routed ones where it can be; one that stays apart "
+        "is cut by itself:"
     )
     lines += screen.table(head, rows, right=(1,))
     fused = [

@@ -62,6 +62,8 @@ def plan_text(plan: Plan, out: Path, screen: Screen) -> list[str]:
         for item in plan.layers
     ]
     degrees = ", ".join(map(str, plan.tp))
+    if plan.survey.deployment.expert_parallel:
+        degrees += " with expert parallelism"
     lines = source_lines(plan.survey.checkpoint, len(layers), screen)
     lines += screen.wrap(
         f"would be written to {screen.name(out)} for tp {degrees}, layout {plan.layout}"
