@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mxfp4prep.alignment import Verdict, demoted, judge_group, judge_layer, stricter
 from mxfp4prep.checkpoint import Checkpoint
@@ -23,8 +24,9 @@ DEFAULT_TP = (1, 2, 4, 8)
 MAX_TP = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSurvey:
+class LayerSurvey(
+    NamedTuple
+):  # tens of thousands are made: a frozen dataclass takes thrice as long
     """One layer: what it is, how engines cut it, and the verdict on its own stored tensor.
 
     cut          how tensor parallelism cuts it; `cut_at` counts its placement in

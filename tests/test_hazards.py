@@ -80,9 +80,10 @@ def the(found: Survey, code: str) -> Finding:
 
 
 def codes(found: Survey) -> set[str]:
-    """Every code but two: rounding of inputs, which each W4A4 checkpoint has, and unknown names."""
+    """Every code but those that each W4A4 or W4A16 checkpoint has, and unknown names."""
     return {finding.code for finding in found.findings} - {
         "activation_rounding",
+        "weight_only",
         "unknown_parallel",
     }
 
@@ -130,7 +131,15 @@ EXAMPLES: dict[str, tuple[Rows, dict[str, Any], dict[str, Any], str, str, list[s
         {},
         "note",
         f"{MLP}.up_proj",
-        ["scale_calculation_mode even", "up by default", "0.1.16", "1601", "2 places"],
+        ["scale_calculation_mode even", "up by default", "0.1.16", "1601", "2 layers"],
+    ),
+    "weight_only": (
+        {**BASE, **fp4(f"{MLP}.down_proj")},
+        {},
+        {"layer_quant_config": {"*up_proj": W4A16}},
+        "note",
+        f"{MLP}.up_proj",
+        ["FP4 inputs", "vLLM decodes", "1 layer"],
     ),
     "rounding_unstated": (
         BASE,
@@ -575,7 +584,7 @@ def test_p27_every_entry_that_matched_nothing_is_kept_and_counted(tmp_path: Path
     entries = [f"visual.blocks.{i}.attn.proj" for i in range(1550)]
     found = surveyed(tmp_path / "m", BASE, exclude=entries)
     said = the(found, "pattern_unmatched")
-    assert "of 1550 patterns, these match nothing: 1550 places" in said.message
+    assert "of 1550 patterns, these match nothing: 1,550 places" in said.message
     unmatched = [use.text for use in found.classified.patterns["exclude"] if not use.modules]
     assert unmatched == entries
 

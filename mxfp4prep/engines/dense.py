@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Literal
 
 from mxfp4prep.alignment import SCALE_COLUMN_MULTIPLE, SCALE_ROW_MULTIPLE, scale_columns
 from mxfp4prep.engines.outcomes import Outcome
-from mxfp4prep.engines.rules import Engine
+from mxfp4prep.engines.rules import DenseRule, Engine
 from mxfp4prep.engines.tuned import Tuned
 from mxfp4prep.parallel import SCALE_GROUP
 
@@ -16,6 +17,9 @@ UNSAFE_ROWS = 128
 Measured on MI355X at AITER e7d2453f2 (SGLang 0.5.23, quark_w4a4_mxfp4.py), and for 96 rows apart
 (vLLM PR 58139).
 """
+
+REPORTED_ROWS = 96
+"""The scale rows of vLLM PR 58139: wrong for M of 8, 16, 32 and 64 on MI355X."""
 
 DOUBTFUL_ROWS = 256
 """Below this AITER may choose a tile that writes beyond the matrix; not confirmed on hardware."""
@@ -50,13 +54,52 @@ def run_dense(
         misfit = _misfit(rows, k)
         if misfit is not None:
             return misfit
-    small_m_asm = not rule.small_m_triton or rule.small_m_asm in on
+    small_m = _small_m(rule, on, rows, k, tuned)
     if rule.asm == "tuned":
         if tuned is None:
-            return _undecided(rows, k, small_m_asm)
+            return _undecided(rows, k, small_m == "asm")
         if not tuned.for_both(rows, k):
             return Outcome("ok", "triton", f"AITER's tables have no row for {rows} x {k}")
-    return _asm(rows, k, small_m_asm and not (tuned and tuned.for_small_m(rows, k)))
+    if small_m == "triton":
+        return Outcome("ok", "asm", _spared(rows))
+    if small_m == "unknown" and rows <= UNSAFE_ROWS:
+        return _unprobed(rows, k, rule.small_m_triton)
+    return _asm(rows, k, not (tuned and tuned.for_small_m(rows, k)))
+
+
+def _small_m(
+    rule: DenseRule, on: frozenset[str], rows: int, k: int, tuned: Tuned | None
+) -> Literal["asm", "triton", "unknown"]:
+    """The GEMM that M <= 64 meets in a layer that is prepared for the ASM GEMM."""
+    if not rule.small_m_triton or rule.small_m_asm in on:
+        return "asm"
+    if tuned is None:
+        return "unknown"
+    return "triton" if tuned.for_preshuffle(rows, rule.small_m_triton * k) else "asm"
+
+
+def _spared(rows: int) -> str:
+    """What keeps a matrix from the ASM GEMM's wrong results; "" where it has none."""
+    if rows > UNSAFE_ROWS:
+        return ""
+    who = "vLLM PR 58139 reports" if rows == REPORTED_ROWS else "SGLang 0.5.23 reports"
+    return (
+        f"M <= 64 goes to Triton's preshuffle GEMM: {who} {rows} rows numerically wrong there on "
+        "the ASM GEMM"
+    )
+
+
+def _unprobed(rows: int, k: int, factor: int) -> Outcome:
+    """A matrix whose small M goes where tables say which are not known."""
+    asked = f"{rows} x {factor * k}"
+    if factor != 1:
+        asked += f" ({factor} times the {k} columns, as this engine asks)"
+    return Outcome(
+        "unknown",
+        None,
+        f"ASM, and M <= 64 on Triton's preshuffle GEMM if AITER's tables, which are not known, "
+        f"have {asked}; else {rows} rows may be wrong at M <= 64",
+    )
 
 
 def _asm(rows: int, k: int, untuned: bool) -> Outcome:
@@ -87,11 +130,12 @@ def _undecided(rows: int, k: int, small_m_asm: bool) -> Outcome:
             f"ASM if AITER's tables, which are not known, have {rows} x {k}; then {rows} rows may "
             "be wrong at M <= 64",
         )
+    spared = _spared(rows)
     return Outcome(
         "ok",
         "asm or triton",
         "ASM where AITER's tables have the shape (GEMM at M 1024 and 8192, and Triton's "
-        "preshuffle), else Triton: they are not known here",
+        f"preshuffle), else Triton: they are not known here{spared and f'; {spared}'}",
     )
 
 

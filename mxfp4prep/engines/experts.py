@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mxfp4prep.engines.dense import floored
 from mxfp4prep.engines.outcomes import Outcome
-from mxfp4prep.engines.rules import Engine, SchemeWord
+from mxfp4prep.engines.rules import Engine, ExpertRule, SchemeWord
 from mxfp4prep.engines.setting import Setting
 from mxfp4prep.parallel import SCALE_GROUP
 
@@ -61,9 +61,8 @@ def run_expert(
             )
         starts = family in rule.floored_starts
         return Outcome("corrupt", made.path, floored("w2", width, ranks, starts))
-    if made.path != "moe-aiter" or made.message:
-        return made
-    return made._replace(message=_padding(width // ranks, rule.pad))
+    padding = _padding(rule, made.path, width // ranks, hidden)
+    return made._replace(message="; ".join(filter(None, (made.message, padding))))
 
 
 def backend(engine: Engine, on: frozenset[str], word: SchemeWord) -> Outcome:
@@ -82,7 +81,15 @@ def backend(engine: Engine, on: frozenset[str], word: SchemeWord) -> Outcome:
     return Outcome("ok", path, runs.message)
 
 
-def _padding(width: int, pad: int) -> str:
+def _padding(rule: ExpertRule, path: str | None, width: int, hidden: int) -> str:
     """What is said about the zeros that fill a rank's experts up; "" where there are none."""
-    padded = -(-width // pad) * pad
-    return "" if padded == width else f"{width} a rank, padded to {padded} with zeros"
+    pads = (rule.pad, rule.pad_hidden) if path == "moe-aiter" else rule.other_pads.get(path or "")
+    if pads is None:
+        return ""
+    wide, deep = (-(-size // pad) * pad for size, pad in zip((width, hidden), pads, strict=True))
+    words = []
+    if wide != width:
+        words.append(f"{width} a rank, padded to {wide} with zeros")
+    if deep != hidden:
+        words.append(f"hidden {hidden} padded to {deep}")
+    return "; ".join(words)

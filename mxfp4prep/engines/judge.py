@@ -7,9 +7,11 @@ and some dozens of kinds. Layers that fare alike share one mapping.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from mxfp4prep.engines.built import QUANTIZER_SCALE, built, mixed
 from mxfp4prep.engines.experts import run_expert
+from mxfp4prep.engines.fusion import Apart
 from mxfp4prep.engines.linears import run_linear
 from mxfp4prep.engines.modules import Module, Modules, bank_of
 from mxfp4prep.engines.outcomes import Outcome
@@ -25,25 +27,42 @@ _AtDegree = Callable[[int], Outcome]
 
 
 def judge(
-    setting: Setting, survey: Survey, modules: Modules, reader: ConfigReader
+    setting: Setting,
+    survey: Survey,
+    modules: Modules,
+    reader: ConfigReader,
+    apart: Mapping[str, Apart],
 ) -> dict[str, Outcomes]:
-    """Layer name -> tp -> outcome, in the survey's order."""
-    return _Judge(setting, survey, modules, reader).judge()
+    """Layer name -> tp -> outcome, in the survey's order.
+
+    apart   shared experts, by module name, that the engine does not fuse although it is asked to
+    """
+    return _Judge(setting, survey, modules, reader, apart).judge()
 
 
 class _Judge:
     """One engine's rules, ready for the layers of one survey."""
 
     def __init__(
-        self, setting: Setting, survey: Survey, modules: Modules, reader: ConfigReader
+        self,
+        setting: Setting,
+        survey: Survey,
+        modules: Modules,
+        reader: ConfigReader,
+        apart: Mapping[str, Apart],
     ) -> None:
         self._setting = setting
         self._survey = survey
         self._modules = modules
         self._reader = reader
-        self._blocks = {
-            member: item.block for item in survey.shared for member in item.block.members
-        }
+        self._blocks: dict[str, SharedBlock] = {}
+        self._refused: dict[str, str] = {}
+        for item in survey.shared:
+            block = item.block
+            if block.name in apart:
+                block = replace(block, fusable=False)
+                self._refused |= dict.fromkeys(block.members, apart[block.name].refusal)
+            self._blocks |= dict.fromkeys(block.members, block)
         self._known: dict[tuple[object, ...], Outcomes] = {}
         self._equal: dict[tuple[tuple[int, Outcome], ...], Outcomes] = {}
         self._stopped = _stopped(setting, survey)
@@ -101,12 +120,15 @@ class _Judge:
         key = (reading, others, *(self._signature(item) for item in module.layers))
         made = self._known.get(key)
         if made is None:
-            if module.others:
+            unsettled = self._reader.unsettled(module.name)
+            if unsettled:
+                made = self._settle(_always(Outcome("unknown", None, unsettled)))
+            elif module.others:
                 outcome = mixed(self._setting.engine, module, reading)
-                made = self._settle(lambda _: outcome)
+                made = self._settle(_always(outcome))
             elif len({item.layer.k for item in module.layers}) > 1:
                 odd = Outcome("unknown", None, "parts of one projection have different inputs")
-                made = self._settle(lambda _: odd)
+                made = self._settle(_always(odd))
             else:
                 made = self._settle(self._linear_at(module.layers, reading))
             self._known[key] = made
@@ -125,6 +147,7 @@ class _Judge:
             layer.is_matrix,
             layer.scale.name.endswith(QUANTIZER_SCALE),
             None if block is None else (block.width, block.fusable, block.slots),
+            self._refused.get(layer.name),
         )
 
     def _settle(self, outcome: _AtDegree) -> Outcomes:
@@ -166,6 +189,9 @@ class _Judge:
         block: SharedBlock | None = self._blocks.get(parts[0].layer.name)
         if block is None:
             return lambda tp: run_linear(self._setting, parts, word, tp)
+        refused = self._refused.get(parts[0].layer.name)
+        if refused:
+            return _always(Outcome("crash", None, refused))
         return lambda tp: run_shared(self._setting, parts, block, word, tp)
 
 

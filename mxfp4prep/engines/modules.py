@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mxfp4prep.engines.rules import NameRule
 from mxfp4prep.parallel import Role, assign_roles
 from mxfp4prep.survey import LayerSurvey, Survey
 
@@ -59,8 +58,11 @@ class Modules:
     unknown: int
 
 
-def modules_of(survey: Survey, rule: NameRule) -> Modules:
-    """What an engine builds from the checkpoint of `survey`."""
+def modules_of(survey: Survey, fused: Mapping[str, str]) -> Modules:
+    """What an engine builds from the checkpoint of `survey`.
+
+    fused   leaf of a fused projection, as parallel names it -> leaf of the engine's module
+    """
     banks: dict[str, Module] = {}
     dense: list[LayerSurvey] = []
     for item in survey.layers:
@@ -80,13 +82,13 @@ def modules_of(survey: Survey, rule: NameRule) -> Modules:
     groups: dict[str, Module] = {}
     group_of: dict[str, str] = {}
     for item in dense:
-        group = _group(item.layer.name, roles, rule)
+        group = _group(item.layer.name, roles, fused)
         if group is not None:
             groups.setdefault(group, Module(group)).layers.append(item)
             group_of[item.layer.name] = group
     single, unknown = [], 0
     for name, dtype in others:
-        group = _group(name, roles, rule)
+        group = _group(name, roles, fused)
         role = roles[name]
         if group is not None:
             groups.setdefault(group, Module(group)).others.append((name, dtype))
@@ -119,16 +121,16 @@ def _bank(banks: dict[str, Module], name: str) -> Module:
     return module
 
 
-def _group(name: str, roles: Mapping[str, Role], rule: NameRule) -> str | None:
+def _group(name: str, roles: Mapping[str, Role], fused: Mapping[str, str]) -> str | None:
     """The fused projection that an engine puts `name` into, by the names on disk."""
     role = roles[name]
     if role.group is None or not (role.parallel in _LINEARS or role.part in _LOW_RANK):
         return None
     parent, _, leaf = role.group.rpartition(".")
-    fused = rule.fused.get(leaf)
-    if fused is None:
+    module = fused.get(leaf)
+    if module is None:
         return None
-    return f"{parent}.{fused}" if parent else fused
+    return f"{parent}.{module}" if parent else module
 
 
 def is_draft(name: str, labels: Mapping[str, str]) -> bool:

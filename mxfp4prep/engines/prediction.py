@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from mxfp4prep.collector import collector_paused
 from mxfp4prep.decisions import decide
+from mxfp4prep.engines.fusion import kept_apart
 from mxfp4prep.engines.judge import judge
 from mxfp4prep.engines.modules import Modules, modules_of
 from mxfp4prep.engines.outcomes import Outcome, Prediction
@@ -53,15 +54,16 @@ def predict(
         topology=survey.topology,
         deployment=survey.deployment,
     )
-    modules = modules_of(survey, table.names)
     reader = ConfigReader(table, config["quantization_config"], model_type, setting.family)
-    outcomes = judge(setting, survey, modules, reader)
+    modules = modules_of(survey, reader.fused_names)
+    apart = kept_apart(setting, survey, modules, reader)
+    outcomes = judge(setting, survey, modules, reader, apart)
     return Prediction(
         engine=table,
         switches=values,
         assumptions=tuple(_assumptions(setting, survey, modules, model_type)),
         outcomes=outcomes,
-        findings=findings_of(table, survey, modules, reader, outcomes),
+        findings=findings_of(table, survey, modules, reader, apart, outcomes),
     )
 
 
@@ -86,7 +88,8 @@ def _own(engine: Engine, survey: Survey) -> Prediction:
 def _assumptions(setting: Setting, survey: Survey, modules: Modules, model_type: str) -> list[str]:
     engine, tuned = setting.engine, setting.tuned
     made = [f"{GFX}, {COMPUTE_UNITS} compute units (MI350X or MI355X, not partitioned)"]
-    if engine.dense.asm == "tuned" and setting.on.issuperset(engine.dense.needs):
+    probes = engine.dense.asm == "tuned" or engine.dense.small_m_triton
+    if probes and setting.on.issuperset(engine.dense.needs):
         made.append(
             "AITER's tuned tables are not known: give them with --aiter-configs"
             if tuned is None
@@ -103,6 +106,13 @@ def _assumptions(setting: Setting, survey: Survey, modules: Modules, model_type:
     off = [name for name in _wanted(engine) if name not in setting.on]
     if off:
         made.append(f"{', '.join(off)} off, as by default: set with --switch NAME=1 if yours is on")
+    family = setting.family
+    if engine.read and family not in engine.read:
+        read = ", ".join(sorted(engine.read))
+        alike = f"{family or 'a model of no type'} is taken to be built alike"
+        made.append(
+            f"{engine.label}'s model files were read for {read}: {engine.unread.get(family, alike)}"
+        )
     renames = engine.names.renames.get(model_type)
     if renames:
         arrows = ", ".join(f"{old} is {new}" for old, new in renames)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from mxfp4prep.engines.fusion import Apart
 from mxfp4prep.engines.modules import UNQUANTIZED, Module, Modules, is_draft
 from mxfp4prep.engines.outcomes import Outcome
 from mxfp4prep.engines.rules import Engine
@@ -27,14 +28,19 @@ def findings_of(
     survey: Survey,
     modules: Modules,
     reader: ConfigReader,
+    apart: Mapping[str, Apart],
     outcomes: Mapping[str, Mapping[int, Outcome]],
 ) -> tuple[Finding, ...]:
-    """The findings about the whole checkpoint; `outcomes` as judged."""
+    """The findings about the whole checkpoint; `outcomes` as judged.
+
+    apart   shared experts, by module name, that the engine does not fuse although it is asked to
+    """
     found: list[Finding] = []
     if not reader.refusal:
         stray = list(_stray(modules, reader))
         found += _names(engine, survey, reader, stray)
         found += _mixed(engine, modules, reader)
+        found += _shared_apart(engine, apart)
     found += _totals(engine, survey, outcomes)
     return tuple(found)
 
@@ -45,6 +51,8 @@ def _stray(modules: Modules, reader: ConfigReader) -> Iterator[str]:
         if dtype in UNQUANTIZED and _quantizes(reader.linear(name)):
             yield name
     for group in modules.groups.values():
+        if reader.unsettled(group.name):
+            continue
         plain = [name for name, dtype in group.others if dtype in UNQUANTIZED]
         if plain and _quantizes(reader.fused(group.name, group.parts)):
             yield from plain
@@ -115,7 +123,7 @@ def _mixed(engine: Engine, modules: Modules, reader: ConfigReader) -> Iterator[F
     unknown: list[Module] = []
     reason = ""
     for group in modules.groups.values():
-        if len(group.parts) < 2:
+        if len(group.parts) < 2 or reader.unsettled(group.name):
             continue
         reading = reader.fused(group.name, group.parts)
         if reading.refusal:
@@ -138,6 +146,22 @@ def _mixed(engine: Engine, modules: Modules, reader: ConfigReader) -> Iterator[F
             unknown[0].name,
             f"parts of fused projections differ: not known what {engine.label} makes of them "
             f"({places_text([group.name for group in unknown])})",
+        )
+
+
+def _shared_apart(engine: Engine, apart: Mapping[str, Apart]) -> Iterator[Finding]:
+    """Shared experts that stay apart although a switch asks for their fusion, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, kept in apart.items():
+        if not kept.refusal:
+            reasons.setdefault(kept.why, []).append(name)
+    for why, names in reasons.items():
+        yield Finding(
+            "engine_shared_apart",
+            "warning",
+            names[0],
+            f"{engine.label} is asked to fuse shared experts into the routed ones and keeps some "
+            f"apart, with a warning in its log: {why} ({places_text(names)})",
         )
 
 

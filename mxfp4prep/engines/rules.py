@@ -50,7 +50,8 @@ class DenseRule:
     guarded         a scale that does not fill tiles of 32 x 8 goes to Triton
     triton_rows     rows that go to Triton although they fill the tiles
     triton_up_to    as many rows or fewer go to Triton
-    small_m_triton  M <= 64 never reaches the ASM GEMM, but the Triton one for shuffled weights
+    small_m_triton  M <= 64 goes to the Triton GEMM for shuffled weights where AITER is tuned for
+                    (rows, small_m_triton * k) there, else to the ASM GEMM as any M; 0: never
     small_m_asm     switch that takes `small_m_triton` back, or ""
     partial_groups  see PartialGroups
     floored         schemes whose linears are floored whatever `partial_groups` says
@@ -62,7 +63,7 @@ class DenseRule:
     guarded: bool = True
     triton_rows: frozenset[int] = frozenset()
     triton_up_to: int = 0
-    small_m_triton: bool = False
+    small_m_triton: int = 0
     small_m_asm: str = ""
     partial_groups: PartialGroups = "refused"
     floored: frozenset[SchemeWord] = frozenset()
@@ -83,7 +84,9 @@ class ExpertRule:
 
     needs           switches without which AITER's fused MoE is not used
     without         what W4A4 experts come to then: (path, message), path None for an error
-    pad             a rank's intermediate size is padded with zeros to a multiple of this
+    pad             AITER's MXFP4 path pads a rank's intermediate size to a multiple of this
+    pad_hidden      and the hidden size to a multiple of this; 1: not at all
+    other_pads      the same two for other paths
     scales          floored: the scale columns of w2 are cut by columns // ranks, and no error;
                     asserted: unequal pieces fail an assertion
     whole_groups    model families whose own loader cuts whole groups of 32, unequal ones too
@@ -95,10 +98,12 @@ class ExpertRule:
     needs: tuple[str, ...]
     without: tuple[str | None, str]
     pad: int
+    pad_hidden: int
     scales: Literal["floored", "asserted"]
     whole_groups: frozenset[str] = frozenset()
     floored_starts: frozenset[str] = frozenset()
     stored_fused: bool = False
+    other_pads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     emulated: tuple[Emulated, ...] = ()
 
 
@@ -113,6 +118,8 @@ class NameRule:
                  the names that are part of it (the name in the key, not the key in the name)
     bank_keys    keys below "<bank>.experts." speak for the bank
     fused        leaf of a fused projection, as parallel names it -> leaf of the engine's module
+    fused_plain  what replaces entries of `fused` where global_quant_config quantizes nothing
+    unsettled    model family -> leaf of the engine's module -> why it is not known what is built
     unmapped     leaf of the engine's module -> families whose model class does not say what it is
                  made of: entries that name the parts do not match
     mixed        refused: parts of one projection that differ are an error; unknown: not known
@@ -131,6 +138,8 @@ class NameRule:
     bank_keys: bool
     fused: Mapping[str, str]
     mixed: Literal["refused", "unknown"]
+    fused_plain: Mapping[str, str] = field(default_factory=dict)
+    unsettled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     unmapped: Mapping[str, frozenset[str]] = field(default_factory=dict)
     bare: str = ""
     renames: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
@@ -174,6 +183,9 @@ class Engine:
     symmetric whether a static FP8 input has to be said to be symmetric
     heads     error where the attention heads do not divide by the ranks, "{heads}" and "{tp}" in
               it; "" where nothing is checked for the model as a whole
+    read      model families whose files in the engine were read; empty: the table does not
+              depend on them
+    unread    model family -> what is said of it instead of that it is assumed to be built alike
     own       mxfp4prep's runtime on the prepared checkpoint: the decided verdicts, no rules
     """
 
@@ -192,4 +204,6 @@ class Engine:
     outputs: bool
     symmetric: bool = False
     heads: str = ""
+    read: frozenset[str] = frozenset()
+    unread: Mapping[str, str] = field(default_factory=dict)
     own: bool = False

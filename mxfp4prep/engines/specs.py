@@ -80,6 +80,16 @@ class ConfigReader:
         """The exclude entries that matched a module that was asked about."""
         return frozenset(self.entries[self._origins[i]] for i in self._excludes.matched)
 
+    @property
+    def fused_names(self) -> Mapping[str, str]:
+        """Leaf of a fused projection -> leaf of the module that the engine builds of it."""
+        quantizes = self._default.scheme.weight_dtype is not None
+        return self._rule.fused if quantizes else {**self._rule.fused, **self._rule.fused_plain}
+
+    def unsettled(self, name: str) -> str:
+        """Why it is not known what becomes of the fused projection `name`, or ""."""
+        return self._rule.unsettled.get(self._family, {}).get(name.rpartition(".")[2], "")
+
     def module_name(self, name: str) -> str:
         """What the engine calls the module that is `name` on disk."""
         return rename(name, self._prefixes)

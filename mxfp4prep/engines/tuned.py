@@ -63,7 +63,11 @@ class Tuned:
 
     def for_both(self, n: int, k: int) -> bool:
         """Whether vLLM 0.33 finds the (n, k) of one rank tuned for prefill and for decode."""
-        return (n, k) in self.triton and all((m, n, k) in self.gemm for m in _VLLM_M)
+        return self.for_preshuffle(n, k) and all((m, n, k) in self.gemm for m in _VLLM_M)
+
+    def for_preshuffle(self, n: int, k: int) -> bool:
+        """Whether Triton's preshuffle GEMM is tuned for (n, k), as vLLM asks for it."""
+        return (n, k) in self.triton
 
     def for_small_m(self, n: int, k: int) -> bool:
         """Whether every M up to 64 meets a tuned row, so that AITER does not choose by itself."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from mxfp4prep.errors import InvalidCheckpoint, Mxfp4PrepError, Unsupported
 from mxfp4prep.findings import Finding
@@ -46,8 +46,7 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 SchemeName = Literal["w4a4", "w4a16", "w4a8", "w4a6"]
 
 
-@dataclass(frozen=True, slots=True)
-class QuarkLayer:
+class QuarkLayer(NamedTuple):
     """One MXFP4 layer as stored.
 
     n, k          out_features and in_features of one matrix
@@ -144,7 +143,7 @@ def _layers(
     topology: Topology,
     remarks: Remarks,
 ) -> Iterator[QuarkLayer]:
-    kinds: dict[str, tuple[Kind, GateUp | None]] = {}
+    kinds: dict[str, tuple[Kind, GateUp | None, str | None]] = {}
     biases = companions(stock.loose, ("bias",))
     input_scales = companions((*stock.loose, *stock.scales), _INPUT_SCALES)
     for module, weight in stock.packed.items():
@@ -152,8 +151,8 @@ def _layers(
         packed = measure(module, weight, scale_for(module, weight, tensors))
         key = similar(module)
         if key not in kinds:
-            kinds[key] = kind_of(module), gate_up_order(module, topology)
-        kind, gate_up = kinds[key]
+            kinds[key] = kind_of(module), gate_up_order(module, topology), _oddity(module)
+        kind, gate_up, oddity = kinds[key]
         if packed.experts is not None and kind == "linear":
             kind = "expert"
         start = stem(module, weight)
@@ -172,15 +171,20 @@ def _layers(
             input_scale=input_scales.get(start),
             gate_up=gate_up,
         )
-        _remark_on_layer(layer, remarks)
+        _remark_on_layer(layer, oddity, remarks)
         yield layer
 
 
-def _remark_on_layer(layer: QuarkLayer, remarks: Remarks) -> None:
-    if _is_lookup_or_norm(layer.name):
-        remarks.add("quantized_embedding", layer.name)
-    elif layer.kind == "linear" and _is_router(layer.name):
-        remarks.add("quantized_router", layer.name)
+def _oddity(module: str) -> str | None:
+    """The code for a module that is quantized although engines do not multiply by it as MXFP4."""
+    if _is_lookup_or_norm(module):
+        return "quantized_embedding"
+    return "quantized_router" if kind_of(module) == "linear" and _is_router(module) else None
+
+
+def _remark_on_layer(layer: QuarkLayer, oddity: str | None, remarks: Remarks) -> None:
+    if oddity is not None:
+        remarks.add(oddity, layer.name)
     if not layer.is_matrix:
         remarks.add("quantized_convolution", layer.name)
     if layer.k % SCALE_GROUP:
@@ -310,6 +314,8 @@ def _remark_on_rounding(layers: Sequence[QuarkLayer], remarks: Remarks) -> None:
         elif layer.scheme == "w4a4":
             code = "rounding_unstated" if mode is None else "activation_rounding"
             remarks.add(code, layer.name)
+        elif layer.scheme == "w4a16":
+            remarks.add("weight_only", layer.name)
 
 
 def _other_experts(stock: Stock) -> Iterator[tuple[str, Kind, str]]:

@@ -33,6 +33,12 @@ TEXTS: dict[str, tuple[Severity, str]] = {
         "AITER's Triton quantization rounds so, its HIP quantization rounds scales up by default "
         "and down before 0.1.16. ATOM gained 1.8 % on GSM8K with even (ATOM PR 1601)",
     ),
+    "weight_only": (
+        "note",
+        "W4A16: AITER's dense FP4 GEMMs multiply FP4 inputs, so the verdict says how the weight "
+        "can be stored, not that a fast GEMM runs it. vLLM decodes such weights, ATOM rounds their "
+        "inputs to FP4 and says nothing",
+    ),
     "rounding_unstated": (
         "note",
         "inputs are rounded to FP4 at run time, and config.json has no scale_calculation_mode. "
@@ -75,8 +81,8 @@ TEXTS: dict[str, tuple[Severity, str]] = {
     "unquantized_router": (
         "note",
         "routers are stored unquantized, as they should be, but the config does not exclude them "
-        "(Quark lists only linears), copied. An engine that goes by the config builds them as FP4 "
-        "and cannot load them (vLLM PR 48606)",
+        "(Quark lists only linears), copied. vLLM, SGLang and ATOM build routers unquantized "
+        "whatever it says; an engine that goes by it cannot load them (vLLM PR 48606)",
     ),
     "unquantized_experts": (
         "warning",
@@ -157,6 +163,10 @@ TEXTS: dict[str, tuple[Severity, str]] = {
 """Code -> severity and sentence."""
 
 
+_EVERYWHERE = frozenset({"activation_rounding", "rounding_unstated", "weight_only"})
+"""Codes that most layers of a checkpoint have: their number says it all."""
+
+
 class Remarks:
     """Places by code, in the order of first use."""
 
@@ -200,7 +210,7 @@ class Remarks:
         return tuple(
             Finding(code, TEXTS[code][0], places[0], f"{TEXTS[code][1]}: {self._size(code)}{text}")
             for code, places in self._places.items()
-            for text in (places_text(places),)
+            for text in (_counted(places) if code in _EVERYWHERE else places_text(places),)
         )
 
     def _size(self, code: str) -> str:
@@ -208,9 +218,13 @@ class Remarks:
         return "" if nbytes is None else f"{nbytes:,} bytes in "
 
 
+def _counted(places: Sequence[str]) -> str:
+    return f"{len(places):,} layer{'s' if len(places) != 1 else ''}"
+
+
 def places_text(places: Sequence[str] | Iterable[str]) -> str:
     """`1 place: a` or `5 places: a, b, c and 2 more`."""
     names = list(places)
     shown = ", ".join(names[:SHOWN])
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{len(names)} place{'s' if len(names) != 1 else ''}: {shown}{more}"
+    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    return f"{len(names):,} place{'s' if len(names) != 1 else ''}: {shown}{more}"

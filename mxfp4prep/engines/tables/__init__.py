@@ -18,7 +18,7 @@ _OWN = replace(
     ATOM,
     name="mxfp4prep",
     label="mxfp4prep",
-    version="the prepared checkpoint, format version 1",
+    version="this version",
     sources=("mxfp4prep: alignment.py, decisions.py",),
     switches=(),
     own=True,

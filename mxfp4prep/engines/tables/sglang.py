@@ -1,4 +1,7 @@
-"""SGLang 0.5."""
+"""SGLang 0.5.
+
+Read in the wheel sglang 0.5.23.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,7 @@ SGLANG_05 = Engine(
         "sglang@0.5.23: srt/layers/quantization/quark/quark.py, utils.py, weights.py",
         "sglang@0.5.23: srt/layers/quantization/quark/schemes/quark_w4a4_mxfp4.py",
         "sglang@0.5.23: srt/layers/quantization/quark/schemes/quark_w4a4_mxfp4_moe.py",
+        "sglang@0.5.23: srt/layers/quantization/quark/schemes/quark_w4a8_mxfp4_moe.py",
         "sglang@0.5.23: srt/model_loader/loader.py, srt/models/*.py (packed_modules_mapping)",
         "sglang@0.5.23: srt/layers/parameter.py, srt/layers/moe/fused_moe_triton/layer.py",
         "https://github.com/sgl-project/sglang/pull/39598",
@@ -55,6 +59,8 @@ SGLANG_05 = Engine(
         needs=(_SGLANG_AITER.name,),
         without=(None, "NameError: e8m0_shuffle is imported only with SGLANG_USE_AITER=1"),
         pad=256,
+        pad_hidden=1,
+        other_pads={"moe-aiter-fp8": (256, 256)},
         scales="asserted",
         whole_groups=frozenset({"gpt_oss"}),
     ),

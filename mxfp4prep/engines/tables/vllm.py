@@ -1,4 +1,8 @@
-"""vLLM 0.32, 0.33 and what is proposed for its main branch."""
+"""vLLM 0.32, 0.33 and what is proposed for its main branch.
+
+Read in the wheels vllm 0.32.0 and vllm 0.33.0; "vllm-main" is 0.33.0 with pull request 58139 as it
+stood on 2026-09-22, and nothing else that may have changed since.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +112,11 @@ _VLLM_SCHEMES: dict[tuple[Kind, SchemeWord], Runs] = {
 _VLLM_EXPERTS = ExpertRule(
     needs=(_AITER.name, _AITER_MOE.name),
     without=("moe-emulation", "AITER's fused MoE is off: emulated, which needs amd-quark"),
+    # oracle/mxfp4.py, mxfp4_round_up_hidden_size_and_intermediate_size; Quark does not pass it the
+    # activation, so no other path gets an intermediate size of 128.
     pad=128,
+    pad_hidden=256,
+    other_pads={"moe-aiter-bf16": (256, 256), "moe-aiter-fp8": (256, 256)},
     scales="floored",
     whole_groups=frozenset({"gpt_oss"}),
     stored_fused=True,
@@ -133,7 +141,7 @@ VLLM_033 = Engine(
     dense=DenseRule(
         asm="tuned",
         needs=(_AITER.name,),
-        small_m_triton=True,
+        small_m_triton=1,
         small_m_asm=_INVARIANT.name,
         floored=frozenset({"w4a8 static"}),
     ),
@@ -168,13 +176,23 @@ VLLM_032 = replace(
         f"{_VLLM}/pull/55213",
         f"{_VLLM}/pull/57055",
     ),
-    switches=(_AITER, _AITER_MOE, _FUSION, _FP4_ASM),
+    switches=(_AITER, _AITER_MOE, _FUSION, _FP4_ASM, _INVARIANT),
     dense=DenseRule(
         asm="switched",
         needs=(_AITER.name, _FP4_ASM.name),
+        # It looks for 4 times the packed columns, and AITER names its files by the K of the layer:
+        # _aiter_ops.py, is_triton_gemm_afp4wfp4_presh_ws_tuned. 0.33 looks for K.
+        small_m_triton=2,
+        small_m_asm=_INVARIANT.name,
         floored=frozenset({"w4a8 static"}),
     ),
-    experts=replace(_VLLM_EXPERTS, emulated=(Emulated(512, 2560, 640, 8),)),
+    experts=replace(
+        _VLLM_EXPERTS,
+        # The experts of Qwen3.8-Flash-Next over eight ranks: AITER pads 640 to 768 and is not
+        # numerically reliable there on gfx950, so vLLM emulates this very bank; in 0.33 no more.
+        # oracle/mxfp4.py, _requires_qwen38_tep8_emulation; pull request 57055.
+        emulated=(Emulated(512, 2560, 640, 8),),
+    ),
     shared=replace(VLLM_033.shared, replicates=_QWEN_SHARED),
 )
 
