@@ -16,7 +16,7 @@ from mxfp4prep.cost import Cost, costs, largest_clean
 from mxfp4prep.decisions import Decisions, decide
 from mxfp4prep.deployment import TENSOR_PARALLEL, Deployment
 from mxfp4prep.findings import Finding
-from mxfp4prep.hub import open_source
+from mxfp4prep.hub import Progress, open_source
 from mxfp4prep.parallel import Parallel
 from mxfp4prep.survey import DEFAULT_TP, Survey, survey
 
@@ -67,15 +67,19 @@ def run_audit(
     *,
     values: bool = False,
     watch: Watch | None = None,
+    headers: Progress | None = None,
 ) -> Audit:
     """Audits `source`, a checkpoint directory or `org/name[@revision]` on the Hub.
 
     Reads headers only, and with `values` all scale bytes. Raises what opening, classifying and
     reading raise, and UsageError for an engine or switch that does not exist.
+
+    watch     shows how far the reading of scale bytes is
+    headers   called as headers come from the Hub
     """
     if engine is not None:
         _prepare(engine)  # a wrong word is said before anything is read
-    checkpoint = open_source(source)
+    checkpoint = open_source(source, progress=headers)
     return audit_checkpoint(checkpoint, tp, rules, deployment, engine, values=values, watch=watch)
 
 

@@ -72,6 +72,7 @@ def audit(
         else EngineQuestion(engine.value, tuple(switch or ()), aiter_configs),
         values=values,
         watch=lambda label, total: voice.progress(label, lambda: total, silent=no_progress),
+        headers=None if no_progress else voice.count("headers from the Hub"),
     )
     if format is o.AuditFormat.text:
         from mxfp4prep.report.audit_text import audit_text

@@ -33,7 +33,7 @@ from mxfp4prep.report.audit_text import audit_text
 from mxfp4prep.report.families import gather, spell_runs
 from mxfp4prep.report.joining import merge_siblings
 from mxfp4prep.report.outcome_text import selfcheck_text, verify_text
-from mxfp4prep.report.progress import progress
+from mxfp4prep.report.progress import Count, progress
 from mxfp4prep.report.screen import Row, Screen, cells, human, screen_of
 from mxfp4prep.report.stored_text import Stored, stored_table
 from mxfp4prep.report.tally import ASM_ONLY, POSSIBLE, degrees_of
@@ -338,6 +338,18 @@ def test_progress_that_nobody_hears_stops_no_work() -> None:
             clock.now += 60
             advance(20)
     assert stream.writes == 1
+
+
+def test_counts_come_now_and_then() -> None:
+    clock, told = _Clock(), []
+    count = Count("headers", told.append, clock)
+    for done in range(1, 6):
+        clock.now += 0.4
+        count.advance(done, 1200)
+    assert told == ["headers: 3 of 1,200"]
+    clock.now += 0.6
+    count.advance(6, 1200)
+    assert told == ["headers: 3 of 1,200", "headers: 6 of 1,200"]
 
 
 # --- audit --------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ def _apart(parts: list[Reading], bank: Reading) -> Apart | None:
         return Apart(refusal, "")
     if any(part.excluded for part in parts):
         return Apart("", "the config excludes them")
-    if bank.spec is not None and any(part.spec != bank.spec for part in parts):
+    specs = {reading.spec.text for reading in (*parts, bank) if reading.spec is not None}
+    if len(specs) > 1:
         return Apart("", "the config quantizes them otherwise than the routed experts")
     return None

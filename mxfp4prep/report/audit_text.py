@@ -15,6 +15,7 @@ from mxfp4prep.alignment import (
 )
 from mxfp4prep.decisions import Decisions
 from mxfp4prep.findings import Finding
+from mxfp4prep.report.caveats import EXPERTS
 from mxfp4prep.report.cost_text import cost_lines
 from mxfp4prep.report.engine_text import engine_lines
 from mxfp4prep.report.families import Family, gather
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
     from mxfp4prep.values import ScaleValues
 
 _Verdicts = Mapping[int, Verdict]
-
-EXPERTS = (
-    "For routed experts that is what can be prepared: today's engines run them in AITER's fused "
-    "MoE, padded with zeros where they miss; --engine says what they do."
-)
 
 _SEVERITIES = ("error", "warning", "note")
 

@@ -116,3 +116,26 @@ class _Lines:
             self._stream.flush()
         except OSError:
             self._last = float("inf")  # nobody listens: the work goes on without a word
+
+
+class Count:
+    """`headers from the Hub: 40 of 91`, no more often than LINE_SECONDS; quick work says nothing."""
+
+    def __init__(
+        self,
+        what: str,
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._what, self._tell, self._clock = what, tell, clock
+        self._lock = threading.Lock()
+        self._last = clock()
+
+    def advance(self, done: int, total: int) -> None:
+        """Says that `done` of `total` are done, when it is time. Called from any thread."""
+        with self._lock:
+            now = self._clock()
+            if now - self._last < LINE_SECONDS:
+                return
+            self._last = now
+            self._tell(f"{self._what}: {done:,} of {total:,}")

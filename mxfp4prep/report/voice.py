@@ -63,6 +63,12 @@ class Voice:
             what = "remark" if notes == 1 else "remarks"
             streams.tell(f"note: {notes} more {what}; `mxfp4prep audit` and `mxfp4prep -v` tell")
 
+    def count(self, what: str) -> Callable[[int, int], None]:
+        """What to call with how many of how many `what` are done: now and then a line on stderr."""
+        from mxfp4prep.report.progress import Count
+
+        return Count(what, streams.tell).advance
+
     @contextmanager
     def progress(
         self, label: str, total: Callable[[], int], *, silent: bool

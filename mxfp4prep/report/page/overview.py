@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from mxfp4prep.report.caveats import EXPERTS
 from mxfp4prep.report.page.cases import LETTERS, PATHS, WORDS
 from mxfp4prep.report.page.layer_map import CLASSES
 from mxfp4prep.report.page.markup import Html, el, name, text, void
@@ -40,9 +41,16 @@ def head(document: c.AuditDocument) -> Html:
             "The ASM GEMM needs scales with ",
             el("b", document["rule"]),
             " on every rank. Anything else that can be split runs on Triton.",
+            _routed(document) and f" {EXPERTS}",
             class_="rule",
         ),
     )
+
+
+def _routed(document: c.AuditDocument) -> bool:
+    """Whether there are routed experts and nothing is said about what an engine does with them."""
+    layers = document["layers"]
+    return document["engine"] is None and any(layer["parallel"] == "expert" for layer in layers)
 
 
 def answer(document: c.AuditDocument) -> Html:
