@@ -19,6 +19,14 @@ def printable(text: str) -> str:
     )
 
 
+MOST_SHOWN = 300
+"""Characters of a fact that an error shows: a value from a file may have thousands."""
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text)} characters)"
+
+
 class Mxfp4PrepError(Exception):
     """`WHERE: what is wrong: found ..., expected ...`, and `hint`, a flag or a command that helps.
 
@@ -43,9 +51,9 @@ class Mxfp4PrepError(Exception):
         self.hint = None if hint is None else printable(hint)
         facts = []
         if found is not None:
-            facts.append(f"found {found}")
+            facts.append(f"found {_short(str(found))}")
         if expected is not None:
-            facts.append(f"expected {expected}")
+            facts.append(f"expected {_short(str(expected))}")
         text = f"{self.where}: {what}" + (f": {', '.join(facts)}" if facts else "")
         super().__init__(printable(text))
 

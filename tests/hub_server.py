@@ -31,6 +31,7 @@ class Seen(NamedTuple):
     path: str
     range: str | None
     authorization: str | None
+    encoding: str | None  # Accept-Encoding
     status: int
     nbytes: int
 
@@ -162,6 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
                     unquote(urlsplit(self.path).path),
                     self.headers.get("range"),
                     self.headers.get("authorization"),
+                    self.headers.get("accept-encoding"),
                     self._status,
                     self._sent,
                 )

@@ -145,7 +145,13 @@ MODELS = {
     ),
     "minimax-m2.1": Model(7, "minimax_m2", experts=256, router="block_sparse_moe.gate"),
     "gpt-oss-120b": Model(
-        8, "gpt_oss", experts=128, router="mlp.router", whole=("gate_up_proj",), biases=True
+        8,
+        "gpt_oss",
+        experts=128,
+        router="mlp.router",
+        whole=("gate_up_proj",),
+        biases=True,
+        counts=(("num_experts_per_tok", 4),),
     ),
     "qwen3-32b": Model(9, "qwen3"),
 }

@@ -10,6 +10,7 @@ import torch
 from quark_factory import model_config, write_checkpoint, write_shards
 
 from mxfp4prep.checkpoint import open_checkpoint
+from mxfp4prep.documents import parse_object
 from mxfp4prep.errors import InvalidCheckpoint, Mxfp4PrepError, Unsupported
 
 LINEARS = {"model.layers.0.mlp.down_proj": (64, 256), "model.layers.0.mlp.up_proj": (32, 256)}
@@ -260,3 +261,18 @@ def test_a_directory_lacks_nothing_and_knows_its_origin_in_the_cache(tmp_path):
     checkpoint.require_local()
     elsewhere = open_checkpoint(write_checkpoint(tmp_path / "models--org--name", LINEARS))
     assert (elsewhere.repo, elsewhere.commit) == (None, None)
+
+
+def test_long_facts_are_cut_in_errors() -> None:
+    error = InvalidCheckpoint("x", "odd", found="9" * 5000, expected="a" * 301)
+    assert str(error) == (
+        f"x: odd: found {'9' * 300}... (5000 characters), expected {'a' * 300}... (301 characters)"
+    )
+    assert str(InvalidCheckpoint("x", "odd", found="9" * 300)) == f"x: odd: found {'9' * 300}"
+
+
+@pytest.mark.timeout(20)
+def test_a_repeated_key_among_many_is_named() -> None:
+    keys = ",".join(f'"k{i}":1' for i in range(200_000))
+    with pytest.raises(InvalidCheckpoint, match="key 'z' stands twice"):
+        parse_object(f'{{{keys},"z":1,"z":2}}'.encode(), "config.json")

@@ -765,6 +765,21 @@ def test_the_worst_path_is_the_surveys(
     assert largest_clean(found) == (max(clean) if clean else None)
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_empty_tensors_cost_nothing(tmp_path: Path, expert_parallel: bool) -> None:
+    bf16 = {
+        "model.layers.0.self_attn.k_proj.weight": (0, 256),
+        "model.layers.0.self_attn.k_proj.bias": (128,),
+        "model.layers.0.self_attn.o_proj.weight": (256, 0),
+        "model.layers.0.mlp.experts.down_proj": (0, 256, 256),
+    }
+    extra = {name: torch.zeros(shape, dtype=BF16) for name, shape in bf16.items()}
+    root = write_checkpoint(tmp_path / "m", {"model.layers.0.mlp.o": (64, 256)}, extra=extra)
+    for cost in costs_of(root, (1, 4), Deployment(expert_parallel=expert_parallel)).values():
+        # an unknown name is held whole; of the empty ones' neighbours only the bias has bytes
+        assert cost.rank_nbytes == mxfp4(64, 256) + 2 * 128
+
+
 def test_mixed_groups_bind_nobody(tmp_path: Path) -> None:
     """k is bf16, so nobody fuses q, k and v; 32 + 64 rows of q and v would be the bad tile."""
     linears = {

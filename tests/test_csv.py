@@ -173,7 +173,13 @@ def test_names_neither_run_nor_break_the_table(name: str, cell: str) -> None:
 
 def test_a_semicolon_cannot_part_a_cell() -> None:
     line = text(audit(layer("a;=1"))).split("\n")[1]
-    assert line.startswith('"a;=1","linear","row","","w4a4","64","512","","17408",1,asm,')
+    assert line.startswith('"a;\'=1","linear","row","","w4a4","64","512","","17408",1,asm,')
+
+
+def test_no_cell_is_a_formula_where_semicolons_part_them() -> None:
+    written = text(audit(layer(" ; =1+1"), layer("a;+b;-c"), layer("a;b;;@c")))
+    for record in csv.reader(io.StringIO(written), delimiter=";"):
+        assert not [cell for cell in record if cell.lstrip(' "')[:1] in ("=", "+", "-", "@")]
 
 
 @given(st.lists(st.text(st.characters(codec=None), max_size=8), max_size=5))

@@ -18,6 +18,7 @@ SP = Deployment(sequence_parallel=True)
 ENGINES_ON = {"vllm-0.32": VLLM_ON, "vllm-0.33": VLLM_ON, "sglang-0.5": SGLANG_ON, "atom": {}}
 STATIC_FP8 = {**FP8_WEIGHT, "qscheme": "per_tensor", "ch_axis": None, "symmetric": True}
 DYNAMIC_FP8 = {**STATIC_FP8, "is_dynamic": True}
+LEAVES = ("gate_proj", "up_proj", "down_proj")
 
 
 def experts(width: int, hidden: int = 512, count: int = 2) -> dict[str, tuple[int, int]]:
@@ -107,6 +108,41 @@ def test_engines_with_a_loader_for_gpt_oss(tmp_path):
     made = only(ask(tmp_path / "atom", "atom", experts(2880), **words), DOWN, 8)
     assert made.outcome == "corrupt"
     assert "360 columns a rank = 11.25 groups of 32" in made.message
+
+
+@pytest.mark.parametrize(
+    ("engine", "inputs", "tp", "padded", "hidden"),
+    [
+        ("vllm-0.32", "w4a4", 1, "2880 a rank, padded to 2944", "3072"),
+        ("vllm-0.33", "w4a4", 1, "2880 a rank, padded to 2944", "3072"),
+        ("vllm-0.33", "w4a4", 2, "1440 a rank, padded to 1536", "3072"),
+        ("vllm-0.33", STATIC_FP8, 1, "2880 a rank, padded to 3072", "3072"),
+        ("vllm-0.33", None, 1, "2880 a rank, padded to 3072", "3072"),
+        ("sglang-0.5", "w4a4", 1, "2880 a rank, padded to 3072", None),
+        ("sglang-0.5", STATIC_FP8, 1, "2880 a rank, padded to 3072", "3072"),
+        ("atom", "w4a4", 1, "2880 a rank, padded to 3072", "3072"),
+        ("atom", None, 2, "1440 a rank, padded to 1536", "3072"),
+        ("atom", STATIC_FP8, 1, "2880 a rank, padded to 3072", "3072"),
+    ],
+)
+def test_experts_of_gpt_oss_are_padded_both_ways(tmp_path, engine, inputs, tp, padded, hidden):
+    """2880 = 22.5 x 128 = 11.25 x 256; 1440 = 11.25 x 128 = 5.625 x 256."""
+    words = {"tp": (tp,), "model_type": "gpt_oss"}
+    if inputs != "w4a4":
+        words["quant"] = {"global_quant_config": quant_layer(inputs=inputs)}
+    made = ask(tmp_path, engine, experts(2880, 2880, 1), ENGINES_ON[engine], **words)
+    expected = f"{padded} with zeros" + (f"; hidden 2880 padded to {hidden}" if hidden else "")
+    for leaf in LEAVES:
+        assert only(made, f"{AT}.experts.0.{leaf}", tp).message == expected
+
+
+def test_hidden_alone_may_be_padded(tmp_path):
+    made = ask(tmp_path / "a", "vllm-0.33", experts(512, 2880, 1), VLLM_ON)
+    assert only(made, f"{AT}.experts.0.up_proj").message == "hidden 2880 padded to 3072"
+    made = ask(tmp_path / "b", "vllm-0.33", experts(512, 2880, 1))  # emulated: whole groups do
+    assert only(made, f"{AT}.experts.0.up_proj").message == (
+        "AITER's fused MoE is off: emulated, which needs amd-quark"
+    )
 
 
 def test_experts_without_aiter(tmp_path):
@@ -306,6 +342,81 @@ def test_vllm_fuses_by_its_switches(tmp_path):
     assert words_of(made, MANY) == {1: ("ok", "moe-aiter"), 8: ("ok", "moe-aiter")}
 
 
+LOW = quant_layer(inputs=None)
+NAMED = {**quant_layer(), "output_tensors": []}
+"""Quantizes as the global scheme does, and is not equal to it."""
+
+
+@pytest.mark.parametrize(
+    ("shared_is", "quant", "switches", "mode", "why"),
+    [
+        ("plain", "exclude", FUSION, "auto", "the config excludes them"),
+        ("plain", "exclude", FUSION, "fused", "the config excludes them"),
+        ("plain", "exclude", FUSION, "separate", None),
+        ("plain", "exclude", VLLM_ON, "auto", None),
+        ("packed", LOW, FUSION, "auto", "the config quantizes them otherwise"),
+        ("packed", LOW, VLLM_ON, "auto", None),
+        ("packed", NAMED, FUSION, "auto", "the config quantizes them otherwise"),
+        ("packed", quant_layer(), FUSION, "auto", None),
+    ],
+)
+def test_shared_experts_that_vllm_is_asked_to_fuse_and_does_not(
+    tmp_path, shared_is, quant, switches, mode, why
+):
+    names = [f"{AT}.shared_experts.{leaf}" for leaf in LEAVES]
+    words = {"deployment": Deployment(shared_experts=mode)}
+    linears = experts(704)
+    if shared_is == "plain":
+        words |= {"plain": names, "quant": {"exclude": names}}
+    else:
+        linears |= shared("shared_experts", 704)
+        words["quant"] = {"layer_quant_config": {"*shared_experts*": quant}}
+    for engine in ("vllm-0.32", "vllm-0.33"):
+        made = ask(tmp_path / engine, engine, linears, switches, **words)
+        assert codes(made) == ([] if why is None else ["engine_shared_apart"])
+        if why is not None:
+            (finding,) = made.findings
+            assert (finding.severity, finding.where) == ("warning", f"{AT}.shared_experts")
+            assert why in finding.message
+            assert finding.message.endswith(f"(1 place: {AT}.shared_experts)")
+        if shared_is == "packed":
+            apart = "emulation" if quant is LOW else "triton"
+            fused = switches is FUSION and why is None
+            assert only(made, MANY).path == ("moe-aiter" if fused else apart)
+
+
+def test_reasons_to_keep_shared_experts_apart_are_told_once(tmp_path):
+    linears, excluded = {}, []
+    for layer in range(3):
+        at = f"model.layers.{layer}.mlp"
+        linears |= {f"{at}.experts.0.{leaf}": (512, 512) for leaf in LEAVES}
+        excluded += [f"{at}.shared_expert.{leaf}" for leaf in LEAVES]
+    words = {"plain": excluded, "quant": {"exclude": excluded}}
+    made = ask(tmp_path / "a", "vllm-0.33", linears, FUSION, **words)
+    assert "3 places: model.layers.0.mlp.shared_expert" in message(made, "engine_shared_apart")
+    # where there are no routed experts, nothing is asked
+    dense = {f"{AT}.down_proj": (512, 512)}
+    assert codes(ask(tmp_path / "b", "vllm-0.33", dense, FUSION, **words)) == []
+
+
+def test_one_excluded_part_of_a_shared_expert_that_is_to_be_fused_is_an_error(tmp_path):
+    linears = {**experts(704), **shared("shared_experts", 704)}
+    gate = f"{AT}.shared_experts.gate_proj"
+    del linears[gate]
+    words = {"plain": [gate], "quant": {"exclude": [gate]}}
+    made = ask(tmp_path / "a", "vllm-0.33", linears, FUSION, **words)
+    for name in (MANY, MANY_UP):
+        assert only(made, name).outcome == "crash"
+        assert only(made, name).message == (
+            "ValueError: different quantization schemes for the shards of "
+            f"{AT}.shared_experts.gate_up_proj: up_proj, gate_proj, of which 1 excluded"
+        )
+    assert codes(made) == ["engine_mixed_group", "engine_crash"]
+    made = ask(tmp_path / "b", "vllm-0.33", linears, VLLM_ON, **words)  # not asked to fuse
+    assert only(made, MANY).outcome == "ok"
+    assert only(made, MANY_UP).outcome == "crash"
+
+
 def test_shared_experts_of_another_width_are_never_fused(tmp_path):
     linears = {**experts(512), **shared("shared_experts", 704)}
     made = ask(tmp_path, "vllm-0.33", linears, FUSION)
@@ -318,7 +429,9 @@ def test_a_fused_shared_expert_is_judged_as_a_routed_one(tmp_path):
     for name in (MANY_UP, UP):
         assert only(made, name).message == "80 columns are not whole groups of 32"
     for name in (MANY, DOWN):
-        assert only(made, name).message == "704 a rank, padded to 768 with zeros"
+        assert only(made, name).message == (
+            "704 a rank, padded to 768 with zeros; hidden 80 padded to 256"
+        )
 
 
 def test_engines_of_which_it_is_not_known_whether_they_fuse(tmp_path):

@@ -374,8 +374,54 @@ def test_p38_two_groups_of_one_input_projection(tmp_path):
         made = ask(tmp_path / engine, engine, linears, **words)
         assert {only(made, name).outcome for name in names} == {"ok"}
         assert codes(made) == []
-    made = ask(tmp_path / "atom", "atom", linears, **words)  # one linear of all four
-    assert {only(made, name).outcome for name in names} == {"unknown"}
+    made = ask(tmp_path / "atom", "atom", linears, **words)  # 768 x 512, 768 = 24 x 32
+    assert {only(made, name) for name in names} == {("ok", "asm", "")}
+    assert codes(made) == []
+
+
+PROJECTIONS = {
+    f"{AT}.linear_attn.in_proj_qkv": (512, 512),
+    f"{AT}.linear_attn.in_proj_z": (240, 512),
+    f"{AT}.linear_attn.in_proj_b": (16, 512),
+    f"{AT}.linear_attn.in_proj_a": (16, 512),
+}
+
+
+def test_atom_fuses_all_six_parts_where_the_global_scheme_quantizes_nothing(tmp_path):
+    """512 + 240 = 752 = 23.5 x 32 and 16 + 16 = 32; all together 784 = 24.5 x 32."""
+    words = {"model_type": "qwen3_5"}
+    made = ask(tmp_path / "a", "atom", PROJECTIONS, **words)
+    for leaf, path in (("qkv", "corrupt"), ("z", "corrupt"), ("b", "corrupt"), ("a", "corrupt")):
+        assert only(made, f"{AT}.linear_attn.in_proj_{leaf}").outcome == path
+    assert "752 % 32 = 16 rows" in only(made, f"{AT}.linear_attn.in_proj_z").message
+    assert "32 rows: wrong results" in only(made, f"{AT}.linear_attn.in_proj_b").message
+    plain = {"global_quant_config": {**quant_layer(), "weight": None, "input_tensors": None}}
+    words["quant"] = {**plain, "layer_quant_config": {"*in_proj*": quant_layer()}}
+    made = ask(tmp_path / "b", "atom", PROJECTIONS, **words)
+    assert len({id(made.outcomes[name]) for name in PROJECTIONS}) == 1
+    assert "784 % 32 = 16 rows" in only(made, f"{AT}.linear_attn.in_proj_b").message
+    vllm = ask(tmp_path / "c", "vllm-0.33", PROJECTIONS, **words)
+    assert {only(vllm, name).outcome for name in PROJECTIONS} == {"ok"}
+
+
+@pytest.mark.parametrize("model_type", ["qwen4_exp_text", "qwen3_8_flash_next"])
+def test_atom_on_input_projections_of_a_model_that_came_later(tmp_path, model_type):
+    words = {"model_type": model_type, "tp": (1, 2), "linear_num_value_heads": 16}
+    linears = {**PROJECTIONS, f"{AT}.self_attn.o_proj": (512, 512)}
+    made = ask(tmp_path / "a", "atom", linears, **words)
+    for name in PROJECTIONS:
+        for tp in (1, 2):
+            assert only(made, name, tp).outcome == "unknown"
+            assert "requires unquantized GDN input projections" in only(made, name, tp).message
+    assert only(made, f"{AT}.self_attn.o_proj").outcome == "ok"
+    assert codes(made) == ["engine_unknown"]
+    # unquantized and not excluded: nothing is known of that either
+    plain = list(PROJECTIONS)
+    made = ask(tmp_path / "b", "atom", {f"{AT}.self_attn.o_proj": (512, 512)}, plain=plain, **words)
+    assert codes(made) == []
+    words["model_type"] = "qwen3_5"
+    made = ask(tmp_path / "c", "atom", {f"{AT}.self_attn.o_proj": (512, 512)}, plain=plain, **words)
+    assert codes(made) == ["engine_builds_quantized"]
 
 
 def test_p39_doubled_prefixes_and_a_bare_draft_module(tmp_path):

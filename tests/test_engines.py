@@ -187,6 +187,27 @@ def test_what_a_faster_path_needs_is_an_assumption_where_it_is_off(tmp_path, eng
     assert [text.split(", as by default")[0] for text in said] == ([] if off is None else [off])
 
 
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("qwen3_5_text", None),
+        ("gpt_oss", None),
+        ("glm4_moe", "glm4_moe is taken to be built alike"),
+        (None, "a model of no type is taken to be built alike"),
+        ("qwen4_exp_text", "ATOM ffdf3bb has no model file of this family (pull request 2048"),
+    ],
+)
+def test_atom_tells_the_families_it_was_not_read_for(tmp_path, model_type, said):
+    made = ask(tmp_path / "a", "atom", LINEAR, model_type=model_type)
+    found = [text for text in made.assumptions if "model files were read" in text]
+    assert len(found) == (said is not None)
+    if said is not None:
+        families = "gpt_oss, llama, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next"
+        assert found[0].startswith(f"ATOM's model files were read for {families}: {said}")
+    others = ask(tmp_path / "v", "vllm-0.33", LINEAR, model_type=model_type)
+    assert not any("model files" in text for text in others.assumptions)
+
+
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_switch_that_is_taken_to_be_on_against_its_default_is_an_assumption(tmp_path, name):
     aiter = {"sglang-0.5": "SGLANG_USE_AITER", "atom": None}.get(name, "VLLM_ROCM_USE_AITER")
@@ -367,6 +388,7 @@ def test_the_prepared_checkpoint_runs_as_decided(tmp_path):
             assert outcome.path == (None if verdict.path == "impossible" else verdict.path)
     assert (made.switches, made.findings) == ({}, ())
     assert "prepared" in made.assumptions[0]
+    assert made.engine.version == "this version"
 
 
 # Fixtures that Quark itself wrote -----------------------------------------------------------------
@@ -414,7 +436,9 @@ def test_a_checkpoint_with_a_shared_expert():
     found = fixture("qwen2moe-w4a4-shared-expert", 1, 2, 8)
     made = predict("vllm-0.33", found, switches=VLLM_ON)
     name = f"{AT}.mlp.experts.0.down_proj"
-    assert only(made, name).message == "96 a rank, padded to 128 with zeros"
+    assert only(made, name).message == (
+        "96 a rank, padded to 128 with zeros; hidden 128 padded to 256"
+    )
     assert only(made, name, 2).outcome == "corrupt"
     assert "48 columns a rank = 1.5 groups of 32" in only(made, name, 2).message
     assert {outcome for outcome, _ in tally(made, 8)} == {"crash"}

@@ -10,7 +10,8 @@ from mxfp4prep import io
 from mxfp4prep.errors import IOFailed, UnsafeOutput
 from mxfp4prep.report.page_file import check_page_file, write_page_file
 
-PAGE = "<!doctype html>\n<title>é</title>\n"
+MARK = '<meta name="generator" content="mxfp4prep audit">'
+PAGE = f"<!doctype html>\n{MARK}<title>é</title>\n"
 
 
 def write(path: Path, text: str) -> None:
@@ -23,17 +24,26 @@ def test_a_page_is_written_and_replaced(tmp_path, name):
     path = tmp_path / name
     write(path, PAGE)
     assert path.read_bytes() == PAGE.encode()
-    write(path, "<!DOCTYPE HTML>second")
-    write(path, "<!doctype html>third")
-    assert path.read_text() == "<!doctype html>third"
+    write(path, PAGE + "second")
+    assert path.read_text() == PAGE + "second"
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("content", ["", "<!doc", "# notes\n" * 100, "<html><body>mine"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "<!doc",
+        "# notes\n" * 100,
+        MARK,
+        "<!doctype html>mine",
+        f"<!doctype html>{'-' * 999}{MARK}",
+    ],
+)
 def test_a_file_that_is_no_page_stays(tmp_path, content):
     path = tmp_path / "notes.html"
     path.write_text(content)
-    with pytest.raises(UnsafeOutput, match="not an HTML page"):
+    with pytest.raises(UnsafeOutput, match="not the page of an audit"):
         check_page_file(path)
     assert path.read_text() == content
 
@@ -54,6 +64,16 @@ def test_links_folders_and_missing_folders_are_refused(tmp_path):
             check_page_file(tmp_path / name)
     with pytest.raises(UnsafeOutput, match="no such directory"):
         check_page_file(tmp_path / "no" / "page.html")
+
+
+def test_a_file_that_comes_meanwhile_stays(tmp_path):
+    path = tmp_path / "page.html"
+    check_page_file(path)
+    path.write_text("my notes")
+    with pytest.raises(UnsafeOutput, match="not the page of an audit"):
+        write_page_file(path, PAGE)
+    assert path.read_text() == "my notes"
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_a_failed_write_leaves_the_old_page_and_nothing_else(tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ from mxfp4prep.decisions import decide
 from mxfp4prep.findings import Finding
 from mxfp4prep.report import payload
 from mxfp4prep.report.audit_document import audit_document
-from mxfp4prep.report.audit_text import audit_text
+from mxfp4prep.report.audit_text import audit_text, legend
 from mxfp4prep.report.families import gather, spell_runs
 from mxfp4prep.report.joining import merge_siblings
 from mxfp4prep.report.outcome_text import selfcheck_text, verify_text
@@ -465,6 +465,13 @@ def test_hostile_names_reach_the_screen_escaped(tmp_path: Path) -> None:
         r"hostile\u202e",
     ):
         assert shown in text
+
+
+def test_codes_that_a_file_made_up_are_escaped() -> None:
+    lines = legend(["scale_cols", "\x1b[31mq"], ["\u202eh"], Screen())
+    assert [line for line in lines if not line.isprintable()] == []
+    assert any(r"\x1b[31mq" in line for line in lines)
+    assert any(r"\u202eh" in line for line in lines)
 
 
 def test_parts_of_different_schemes_are_marked(tmp_path: Path) -> None:

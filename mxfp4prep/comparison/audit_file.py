@@ -29,6 +29,8 @@ MAX_SIZE = (1 << 63) - 1
 """Largest size and count: what a file system and a tensor's shape can have."""
 MAX_MODULES = 2_000_000
 """Modules that are not MXFP4. The largest safetensors header holds 1.3 million tensors."""
+MAX_CHARACTERS = 100_000_000
+"""Characters of all their names: the largest header is 100 MB."""
 MAX_TP = 1024
 
 _ADDED: dict[str, Any] = {
@@ -214,6 +216,8 @@ def _check_others(audit: c.AuditDocument, at: _Checks) -> None:
         at.size("others", line["count"])
     if sum(line["count"] for line in audit.get("others", ())) > MAX_MODULES:
         _refuse(at.where, "others", expected=f"at most {MAX_MODULES} modules")
+    if sum(len(line["name"]) * line["count"] for line in audit.get("others", ())) > MAX_CHARACTERS:
+        _refuse(at.where, "others", expected=f"names of at most {MAX_CHARACTERS} characters in all")
     for line in audit.get("others", ()):
         try:
             names = list(each_module(line))

@@ -41,6 +41,8 @@ class _Owner(NamedTuple):
 
     def held(self, shape: tuple[int, ...], tp: int) -> Fraction:
         """The part of a tensor of `shape` that goes with this weight to the fullest rank."""
+        if 0 in self.sizes or 0 in shape:
+            return Fraction(1)  # an empty weight is cut into nothing
         if self.spread:
             return Fraction(-(-self.experts // tp), self.experts)
         if tp in self.whole or self.cut.axis == "none":

@@ -25,7 +25,7 @@ GFX = "gfx950"
 COMPUTE_UNITS = 256
 """MI350X and MI355X, not partitioned; AITER looks rows up with the number it counts."""
 
-FILE_LIMIT = 64 << 20
+FILE_LIMIT = 8 << 20
 """Largest table that is read, in bytes: AITER's are below 1 MB."""
 
 _FLAG = "--aiter-configs"

@@ -61,7 +61,7 @@ def fetch_header(file: RemoteFile, guess: int, check: Callable[[], None]) -> Hea
         with _on_the_hub():
             header_length(b"", 0, file.name)
     content = bytearray()
-    with _answer(file, 0, guess if file.nbytes is None else min(guess, file.nbytes)) as answer:
+    with _answer(file, 0, guess) as answer:
         total = answer.file_nbytes
         _fill(content, min(_PREFIX_NBYTES, total), answer, check)
         with _on_the_hub():

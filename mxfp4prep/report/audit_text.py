@@ -130,8 +130,9 @@ def shape_of(n: int, k: int, experts: int | None) -> str:
 
 def legend(reasons: Iterable[str], hazards: Iterable[str], screen: Screen) -> list[str]:
     """What each code that occurs means, after an empty line; nothing when none occurs."""
-    words = {code: REASONS.get(code, code) for code in sorted(set(reasons))}
-    words |= {code: HAZARDS.get(code, code) for code in sorted(set(hazards))}
+    meanings = [(code, REASONS) for code in sorted(set(reasons))]
+    meanings += [(code, HAZARDS) for code in sorted(set(hazards))]
+    words = {screen.name(code): screen.name(table.get(code, code)) for code, table in meanings}
     if not words:
         return []
     width = max(map(len, words))

@@ -7,13 +7,15 @@ without a byte order mark. A cell is empty where there is nothing to say.
 Names come from files that strangers wrote. Unprintable characters are escaped, so a record is a
 line. A cell that a spreadsheet would run as a formula (it begins with = + - @ or one of their wide
 forms) gets an apostrophe in front, which Excel and LibreOffice read as "this is text"; JSON has
-the name as it is. Cells with a semicolon are quoted, because some locales part cells there.
+the name as it is. Some locales part cells at semicolons: cells with one are quoted, and what
+follows it is guarded like the beginning of a cell.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
@@ -33,6 +35,7 @@ about it at one degree. path counts the fused group in, and reasons say why it i
 scale_rows and scale_columns are about the layer's own tensor on one rank."""
 
 FORMULA_STARTS = frozenset("=+-@\uff1d\uff0b\uff0d\uff20")
+_AFTER_SEMICOLON = re.compile(rf"(;\s*)([{re.escape(''.join(sorted(FORMULA_STARTS)))}])")
 LAYERS_AT_A_TIME = 1000
 _KNOWN_LIMIT = 4096
 """Distinct verdicts that are remembered; a checkpoint has a handful."""
@@ -134,4 +137,6 @@ def _cells(cells: tuple[Cell, ...] | list[Cell]) -> str:
 def _text(cell: str) -> str:
     """`cell` without what a terminal or a spreadsheet would act on."""
     text = cell if cell.isprintable() else printable(cell)
+    if ";" in text:  # where ; parts cells, what follows one begins a cell
+        text = _AFTER_SEMICOLON.sub(r"\1'\2", text)
     return f"'{text}" if text.lstrip()[:1] in FORMULA_STARTS else text

@@ -7,15 +7,19 @@ from pathlib import Path
 
 from mxfp4prep import io
 from mxfp4prep.errors import UnsafeOutput
+from mxfp4prep.marks import PAGE_GENERATOR
 
 _SUFFIXES = (".html", ".htm")
 _HEAD = b"<!doctype html"
+_OURS = f'content="{PAGE_GENERATOR}"'.encode()
+_HEAD_NBYTES = 1024
+"""Where both stand in a page of ours."""
 _PARTIAL = ".mxfp4prep.part"
 
 
 def check_page_file(path: Path) -> None:
     """Raises UnsafeOutput unless a page may be written at `path`: its folder is there, its name
-    ends in .html, and what stands there already, if anything, is an HTML page."""
+    ends in .html, and what stands there already, if anything, is the page of an audit."""
     if path.suffix.lower() not in _SUFFIXES:
         raise UnsafeOutput(
             path, "not the name of a page", expected="a name that ends in .html", hint="--html FILE"
@@ -27,20 +31,20 @@ def check_page_file(path: Path) -> None:
             raise UnsafeOutput(path, "stands there already and is not a regular file")
         if not _starts_as_page(path):
             raise UnsafeOutput(
-                path, "stands there already and is not an HTML page", hint="choose another name"
+                path,
+                "stands there already and is not the page of an audit",
+                hint="choose another name",
             )
 
 
 def _starts_as_page(path: Path) -> bool:
     fd = io.open_read(path)
     try:
-        if io.file_size(fd, path) < len(_HEAD):
-            return False
-        head = bytearray(len(_HEAD))
+        head = bytearray(min(_HEAD_NBYTES, io.file_size(fd, path)))
         io.pread_into(fd, memoryview(head), 0, path)
     finally:
         io.close(fd, path)
-    return bytes(head).lower() == _HEAD
+    return head.startswith(_HEAD) and _OURS in head
 
 
 def write_page_file(path: Path, text: str) -> None:
@@ -49,10 +53,11 @@ def write_page_file(path: Path, text: str) -> None:
     fd = io.create(partial)
     try:
         try:
-            io.write_all(fd, text.encode(), partial)
-            io.fsync(fd, partial)
+            io.write_all(fd, text.encode(), path)
+            io.fsync(fd, path)
         finally:
-            io.close(fd, partial)
+            io.close(fd, path)
+        check_page_file(path)  # an audit may take minutes: somebody may have put a file there
         io.rename(partial, path)
     except BaseException:
         io.unlink(partial)

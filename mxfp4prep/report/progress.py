@@ -119,7 +119,7 @@ class _Lines:
 
 
 class Count:
-    """`headers from the Hub: 40 of 91`, no more often than LINE_SECONDS; quick work says nothing."""
+    """`headers from the Hub: 40 of 91`, once in LINE_SECONDS at most; quick work says nothing."""
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from mxfp4prep.marks import PAGE_GENERATOR
 from mxfp4prep.report.caveats import EXPERTS
 from mxfp4prep.report.page.cases import LETTERS, PATHS, WORDS
 from mxfp4prep.report.page.layer_map import CLASSES
@@ -225,6 +226,7 @@ def page_head(title: str, policy: str, styles: str) -> Html:
     return el(
         "head",
         void("meta", charset="utf-8"),
+        void("meta", name="generator", content=PAGE_GENERATOR),
         void("meta", http_equiv="Content-Security-Policy", content=policy),
         void("meta", name="viewport", content="width=device-width,initial-scale=1"),
         void("meta", name="color-scheme", content="light dark"),
