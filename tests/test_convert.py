@@ -35,6 +35,7 @@ from mxfp4prep.errors import (
     Unsupported,
     UsageError,
 )
+from mxfp4prep.marks import DIGESTS_NAME
 from mxfp4prep.parallel import parse_rules
 from mxfp4prep.plan import make_plan, surveyed_degrees
 from mxfp4prep.restore import restore
@@ -270,7 +271,7 @@ def test_p54_fp8_layers_pass_through_byte_for_byte(tmp_path):
     tensors = load_file(out / "model.safetensors")
     assert torch.equal(tensors[f"{name}.weight"].view(torch.uint8), torch.arange(256).view(4, 64))
     assert torch.equal(tensors[f"{name}.weight_scale"], extra[f"{name}.weight_scale"])
-    source, prepared = json.loads((out / m.DIGESTS_NAME).read_text())["tensors"][f"{name}.weight"]
+    source, prepared = json.loads((out / DIGESTS_NAME).read_text())["tensors"][f"{name}.weight"]
     assert source == prepared
 
 

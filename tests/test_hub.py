@@ -265,7 +265,7 @@ def test_a_shard_in_the_cache_is_read_there(hub):
 
 
 def test_a_shard_of_another_commit_in_the_cache_is_not(hub):
-    snapshot(FIXTURES / SHARDED, f"org/{SHARDED}", commit=OTHER, ref=None)
+    snapshot(FIXTURES / SHARDED, f"org/{SHARDED}", commit=OTHER)
     open_source(f"org/{SHARDED}")
     assert len(hub.of(FIRST)) == 1
 
@@ -333,7 +333,7 @@ def test_real_size_sixty_shards_in_few_requests_and_bytes(tmp_path, serve):
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (root / INDEX).write_text(json.dumps(index))
     (root / "config.json").write_text(json.dumps(model_config()))
-    hub = serve(root, cdn=True, delay=0.01)
+    hub = serve(root, cdn=True, delay=0.05)
     steps = []
     checkpoint = open_source("org/large", progress=lambda done, total: steps.append((done, total)))
     assert len(checkpoint.tensors) == 60 * 640
