@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mxfp4prep.checkpoint import Checkpoint
-from mxfp4prep.cost import Cost, costs, largest_clean
+from mxfp4prep.cost import Cost, Shapes, banks_of, costs, largest_clean, shapes_of
 from mxfp4prep.decisions import Decisions, decide
 from mxfp4prep.deployment import TENSOR_PARALLEL, Deployment
 from mxfp4prep.findings import Finding
@@ -30,6 +30,7 @@ class Audit:
     """What an audit found.
 
     costs           per degree of the survey
+    shapes          the distinct shapes, for trying other degrees and deployments
     largest_clean   the largest degree at which every layer is asm, tried beyond the asked ones
     prediction      what one engine does with the checkpoint, None when none was asked about
     values          what the scale bytes hold, None when they were not read
@@ -39,6 +40,7 @@ class Audit:
     survey: Survey
     decisions: Decisions
     costs: Mapping[int, Cost]
+    shapes: Shapes
     largest_clean: int | None
     prediction: Prediction | None
     values: ScaleValues | None
@@ -105,11 +107,14 @@ def audit_checkpoint(
         from mxfp4prep.values import value_findings
 
         findings += value_findings(read)
+    banks = banks_of(found)
+    shapes = shapes_of(found, banks)
     return Audit(
         survey=found,
         decisions=decisions,
-        costs=costs(found, decisions),
-        largest_clean=largest_clean(found),
+        costs=costs(found, decisions, banks),
+        shapes=shapes,
+        largest_clean=largest_clean(found, shapes=shapes),
         prediction=prediction,
         values=read,
         findings=findings,

@@ -235,8 +235,11 @@ def _read_index(files: Files) -> tuple[bytes | None, dict[str, str], dict[str, A
         raise InvalidCheckpoint(
             INDEX_NAME, "weight_map", found=type(weight_map).__name__, expected="tensor -> file"
         )
+    inside: set[str] = set()  # tens of thousands of tensors stand in some dozens of files
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not _is_inside(name):
+        if isinstance(name, str) and (name in inside or _is_inside(name)):
+            inside.add(name)
+        else:
             raise InvalidCheckpoint(
                 INDEX_NAME,
                 f"weight_map entry of {tensor}",

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mxfp4prep.alignment import Verdict
-from mxfp4prep.survey import Survey
+from mxfp4prep.survey import Survey, together
 
 Decisions = Mapping[str, Mapping[int, Verdict]]
 """Per layer and degree the verdict that counts; layers with equal verdicts share one mapping."""
 
 
 def decide(survey: Survey) -> Decisions:
-    """The verdict per layer and degree with the layer's fused group counted in."""
-    per_tp = [survey.decided(tp) for tp in survey.tp]
-    known: dict[tuple[int, ...], Mapping[int, Verdict]] = {}
+    """The verdict per layer and degree with the layer's fused group counted in.
+
+    What `Survey.decided` says, at every degree at once: tens of thousands of layers and groups
+    share a handful of mappings, and only distinct ones are worked out.
+    """
     equal: dict[tuple[Verdict, ...], Mapping[int, Verdict]] = {}
-    decisions: dict[str, Mapping[int, Verdict]] = {}
-    for item in survey.layers:
-        name = item.layer.name
-        verdicts = tuple([decided[name] for decided in per_tp])
-        ids = tuple(map(id, verdicts))  # cheaper to look up than nested tuples of text
-        mapping = known.get(ids)
-        if mapping is None:
-            mapping = equal.setdefault(verdicts, dict(zip(survey.tp, verdicts, strict=True)))
-            known[ids] = mapping
-        decisions[name] = mapping
+    merged: dict[int, Mapping[int, Verdict]] = {}
+
+    def shared(verdicts: Mapping[int, Verdict]) -> Mapping[int, Verdict]:
+        known = merged.get(id(verdicts))
+        if known is None:
+            known = merged[id(verdicts)] = equal.setdefault(tuple(verdicts.values()), verdicts)
+        return known
+
+    decisions = {item.layer.name: shared(item.verdicts) for item in survey.layers}
+    known: dict[tuple[int, ...], Sequence[Mapping[int, Verdict]]] = {}
+    for group in survey.groups:
+        if group.mixed:
+            continue
+        own = [decisions[name] for name in group.members]
+        key = (id(group.verdicts), *map(id, own))
+        made = known.get(key)
+        if made is None:
+            per_tp = [together([v[tp] for v in own], group.verdicts[tp]) for tp in survey.tp]
+            made = known[key] = [
+                equal.setdefault(verdicts, dict(zip(survey.tp, verdicts, strict=True)))
+                for verdicts in zip(*per_tp, strict=True)
+            ]
+        decisions.update(zip(group.members, made, strict=True))
     return decisions

@@ -82,24 +82,28 @@ class Survey:
     findings: tuple[Finding, ...]
 
     def decided(self, tp: int) -> dict[str, Verdict]:
-        """What each layer can be at degree `tp`, its fused group counted in, by layer name.
-
-        The stricter of the layer's own verdict and its group's; and all parts of a group go one
-        way, so a part that could be asm is triton ("group_part") when another part cannot.
-        """
+        """What each layer can be at degree `tp`, its fused group counted in, by layer name."""
         decided = {item.layer.name: item.verdicts[tp] for item in self.layers}
         for group in self.groups:
-            if group.mixed:
-                continue
-            parts = {
-                member: stricter(decided[member], group.verdicts[tp]) for member in group.members
-            }
-            if any(verdict.path != "asm" for verdict in parts.values()):
-                for member, verdict in parts.items():
-                    if verdict.path == "asm":
-                        parts[member] = demoted(verdict, "group_part")
-            decided |= parts
+            if not group.mixed:
+                own = [decided[member] for member in group.members]
+                verdicts = together(own, group.verdicts[tp])
+                decided.update(zip(group.members, verdicts, strict=True))
         return decided
+
+
+def together(own: Sequence[Verdict], group: Verdict) -> tuple[Verdict, ...]:
+    """What the parts of a fused group can be, from their own verdicts and the group's.
+
+    The stricter of the two; and all parts go one way, so a part that could be asm is triton
+    ("group_part") when another part cannot.
+    """
+    parts = tuple(stricter(verdict, group) for verdict in own)
+    if all(verdict.path == "asm" for verdict in parts):
+        return parts
+    return tuple(
+        demoted(verdict, "group_part") if verdict.path == "asm" else verdict for verdict in parts
+    )
 
 
 @collector_paused()

@@ -36,6 +36,9 @@ class Seen(NamedTuple):
     nbytes: int
 
 
+UNANSWERED = Seen("", "", "", None, None, None, 0, 0)
+
+
 @dataclass
 class Hub:
     """What the server serves and how. Tests change it at any time.
@@ -68,16 +71,22 @@ class Hub:
 
     @property
     def seen(self) -> list[Seen]:
-        """All requests in the order of their ends, once none is being answered anymore."""
+        """All requests as they came in, once none is being answered anymore."""
         deadline = time.monotonic() + 10
         while self._now and time.monotonic() < deadline:
             time.sleep(0.002)
         return self._seen
 
-    def note(self, seen: Seen) -> None:
+    def arrived(self) -> int:
+        """The place in `seen` of a request that has come in."""
+        with self._lock:
+            self._seen.append(UNANSWERED)
+            return len(self._seen) - 1
+
+    def note(self, place: int, seen: Seen) -> None:
         """Keeps a request that was answered."""
         with self._lock:
-            self._seen.append(seen)
+            self._seen[place] = seen
 
     def names(self) -> list[str]:
         """Every file of the repository."""
@@ -152,11 +161,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         self._status, self._sent = 0, 0
         with self.hub.answering():
+            place = self.hub.arrived()
             try:
                 self._answer()
             except (BrokenPipeError, ConnectionResetError):
                 self.close_connection = True
             self.hub.note(
+                place,
                 Seen(
                     self.role,
                     self.command,
@@ -166,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self.headers.get("accept-encoding"),
                     self._status,
                     self._sent,
-                )
+                ),
             )
 
     def _answer(self) -> None:

@@ -918,6 +918,7 @@ def test_findings_and_groups_move_with_their_root() -> None:
 
     a = audit(
         layer("model.layers.0.q", group="model.layers.0.qkv"),
+        layer("model.layers.0.attn.q", group="model.layers.0.qkv"),
         groups=[group("model.layers.0.qkv", "model.layers.0.q")],
         shared_experts=[shared("model.layers.0.shared_expert")],
         findings=[finding(where="model.layers.0.q", message="as model.layers.0.k is")],

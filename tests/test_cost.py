@@ -932,6 +932,7 @@ def audited(found: Survey, prediction: Any = None) -> Any:
         decisions=decisions,
         costs=costs(found, decisions),
         largest_clean=largest_clean(found),
+        shapes=shapes_of(found),
         prediction=prediction,
     )
 

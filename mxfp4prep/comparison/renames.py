@@ -98,13 +98,13 @@ def _roots(only_a: Iterable[str], only_b: Iterable[str]) -> list[Rename]:
         others = heads_b.get(tail, [])
         if len(heads) <= _MAX_HEADS and len(others) <= _MAX_HEADS:
             shared.update((head, other) for head in heads for other in others)
-    roots: list[Rename] = []
-    for (head, other), count in sorted(shared.items(), key=lambda item: (-item[1], item[0])):
-        if 2 * count > max(totals_a[head], totals_b[other]):
-            root = _without_common_end(head, other)
-            if root not in roots:
-                roots.append(root)
-    return roots
+    by_count = sorted(shared.items(), key=lambda item: (-item[1], item[0]))
+    roots = [
+        _without_common_end(head, other)
+        for (head, other), count in by_count
+        if 2 * count > max(totals_a[head], totals_b[other])
+    ]
+    return list(dict.fromkeys(roots))
 
 
 def _split(names: Iterable[str]) -> tuple[dict[str, list[str]], Counter[str]]:

@@ -35,6 +35,11 @@ def stored_experts(survey: Survey) -> Iterator[str]:
             yield name
 
 
+def banks_of(survey: Survey) -> Mapping[str, int]:
+    """Experts in each bank of a checkpoint that stores them one by one."""
+    return count_experts(stored_experts(survey))
+
+
 def count_experts(names: Iterable[str]) -> Mapping[str, int]:
     """Experts in each bank.
 

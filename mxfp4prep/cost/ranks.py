@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mxfp4prep.alignment import Path
 from mxfp4prep.collector import collector_paused
-from mxfp4prep.cost.banks import count_experts, stored_experts
+from mxfp4prep.cost.banks import banks_of
 from mxfp4prep.cost.copied import copied_nbytes
 from mxfp4prep.cost.layers import layer_costs, layer_kinds
 from mxfp4prep.decisions import Decisions
@@ -57,9 +57,14 @@ class Cost:
 
 
 @collector_paused()
-def costs(survey: Survey, decisions: Decisions) -> dict[int, Cost]:
-    """The cost at each degree of the survey."""
-    banks = count_experts(stored_experts(survey))
+def costs(
+    survey: Survey, decisions: Decisions, banks: Mapping[str, int] | None = None
+) -> dict[int, Cost]:
+    """The cost at each degree of the survey.
+
+    banks   what `banks_of` says, where the caller knows it
+    """
+    banks = banks_of(survey) if banks is None else banks
     kinds = layer_kinds(survey, decisions, banks)
     copied = copied_nbytes(survey, banks)
     result = {}

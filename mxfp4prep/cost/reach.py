@@ -6,13 +6,13 @@ next to nothing to try.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mxfp4prep.alignment import Path, judge_group, judge_layer, stricter
 from mxfp4prep.collector import collector_paused
-from mxfp4prep.cost.banks import count_experts, stored_experts
+from mxfp4prep.cost.banks import banks_of
 from mxfp4prep.deployment import Deployment
 from mxfp4prep.parallel import Cut
 from mxfp4prep.shared_experts import SharedBlock, decide
@@ -64,8 +64,11 @@ class Shapes:
 
 
 @collector_paused()
-def shapes_of(survey: Survey) -> Shapes:
-    """The distinct shapes in a survey. Mixed groups are left out: nobody fuses them."""
+def shapes_of(survey: Survey, banks: Mapping[str, int] | None = None) -> Shapes:
+    """The distinct shapes in a survey. Mixed groups are left out: nobody fuses them.
+
+    banks   what `banks_of` says, where the caller knows it
+    """
     blocks = {name: item.block for item in survey.shared for name in item.block.members}
     alike: dict[tuple[int, bool], SharedBlock] = {}
     found: dict[tuple[object, ...], Shape] = {}
@@ -92,7 +95,7 @@ def shapes_of(survey: Survey) -> Shapes:
             ids = tuple(map(id, parts))
             if ids not in groups:
                 groups[ids] = tuple(parts)
-    sizes = [*count_experts(stored_experts(survey)).values()]
+    sizes = [*(banks_of(survey) if banks is None else banks).values()]
     sizes += {item.layer.experts for item in survey.layers if item.layer.experts is not None}
     return Shapes(tuple(found.values()), tuple(groups.values()), min(sizes, default=0))
 
@@ -113,13 +116,15 @@ def worst_path(shapes: Shapes, tp: int, deployment: Deployment) -> Path:
     return worst.path
 
 
-def largest_clean(survey: Survey, tried: Iterable[int] = TRIED) -> int | None:
+def largest_clean(
+    survey: Survey, tried: Iterable[int] = TRIED, shapes: Shapes | None = None
+) -> int | None:
     """The largest degree at which every layer takes the ASM path; None if there is none.
 
     Of the degrees of the survey, and of those `tried` at which expert parallelism, if asked for,
     leaves no rank without an expert.
     """
-    shapes, deployment = shapes_of(survey), survey.deployment
+    shapes, deployment = shapes or shapes_of(survey), survey.deployment
     degrees = {tp for tp in tried if shapes.has_experts_for(tp, deployment)}
     for tp in sorted({*degrees, *survey.tp}, reverse=True):
         if worst_path(shapes, tp, deployment) == "asm":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 RECORDS_AT_A_TIME = 1000
+MOST_SHARED = 4096
+"""Objects whose text is kept; a checkpoint's layers share a handful."""
 
 
 def dumps(document: Mapping[str, Any]) -> str:
@@ -34,18 +36,38 @@ def dumps(document: Mapping[str, Any]) -> str:
 def pieces(document: Mapping[str, Any]) -> Iterator[str]:
     """The text of `dumps` in pieces: 50,000 layers are 40 MB that need not be in memory twice."""
     encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, allow_nan=False).encode
+    shared: dict[int, str] = {}
     before = "{\n"
     for key, value in document.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             yield f"{before}{encode(key)}: [\n"
             for start in range(0, len(value), RECORDS_AT_A_TIME):
                 part = value[start : start + RECORDS_AT_A_TIME]
-                yield (",\n" if start else "") + ",\n".join(map(encode, part))
+                lines = [_line(record, encode, shared) for record in part]
+                yield (",\n" if start else "") + ",\n".join(lines)
             yield "\n]"
         else:
             yield f"{before}{encode(key)}: {encode(value)}"
         before = ",\n"
     yield "\n}\n"
+
+
+def _line(record: Mapping[str, Any], encode: Callable[[Any], str], shared: dict[int, str]) -> str:
+    """One record. Its objects come last, and are encoded once where records share them."""
+    own, rest = {}, ""
+    for key, value in record.items():
+        if type(value) is dict:
+            text = shared.get(id(value))  # the document holds it, so no other takes its id
+            if text is None:
+                if len(shared) >= MOST_SHARED:
+                    shared.clear()
+                text = shared[id(value)] = encode(value)
+            rest += f',"{key}":{text}'
+        else:
+            own[key] = value
+    if not rest:
+        return encode(own)
+    return f"{encode(own)[:-1]}{rest}}}" if own else f"{{{rest[1:]}}}"
 
 
 def plan(plan: Plan, out: Path) -> c.PlanDocument:

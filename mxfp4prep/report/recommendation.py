@@ -6,13 +6,12 @@ another deployment is named only after it has been tried on the checkpoint's sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 from mxfp4prep.collector import collector_paused
-from mxfp4prep.cost import TRIED, Shapes, counts_all_experts, shapes_of, worst_path
+from mxfp4prep.cost import TRIED, Shapes, counts_all_experts, worst_path
 from mxfp4prep.deployment import Deployment
 from mxfp4prep.errors import printable
 from mxfp4prep.report.cost_text import flops_share, nbytes_share, percent
@@ -47,7 +46,7 @@ def recommendation_lines(audit: Audit, screen: Screen) -> list[str]:
 
 def best_degree(audit: Audit) -> int | None:
     """The degree that the paragraph recommends; None where no asked degree splits every layer."""
-    return _degrees(audit, cache(lambda: shapes_of(audit.survey))).best
+    return _degrees(audit, audit.shapes).best
 
 
 def recommend(audit: Audit) -> str:
@@ -57,7 +56,7 @@ def recommend(audit: Audit) -> str:
 
 @collector_paused()
 def _sentences(audit: Audit) -> list[str]:
-    shapes = cache(lambda: shapes_of(audit.survey))  # a clean model needs none
+    shapes = audit.shapes
     degrees = _degrees(audit, shapes)
     families = [] if degrees.clean == degrees.asked else shortfalls(audit)
     sentences = [
@@ -93,7 +92,7 @@ class _Degrees:
         return tuple(tp for tp in self.asked if tp not in self.possible)
 
 
-def _degrees(audit: Audit, shapes: Callable[[], Shapes]) -> _Degrees:
+def _degrees(audit: Audit, shapes: Shapes) -> _Degrees:
     deployment = audit.survey.deployment
     asked = audit.survey.tp
     clean = tuple(degrees_of(audit.decisions, asked, ASM_ONLY))
@@ -104,7 +103,7 @@ def _degrees(audit: Audit, shapes: Callable[[], Shapes]) -> _Degrees:
         shares = {tp: _asm_share(audit, tp) for tp in possible}
         candidates = [tp for tp in possible if shares[tp] >= max(shares.values()) - AS_GOOD]
     if deployment.expert_parallel:
-        staffed = [tp for tp in candidates if shapes().has_experts_for(tp, deployment)]
+        staffed = [tp for tp in candidates if shapes.has_experts_for(tp, deployment)]
         candidates = staffed or candidates
     quiet = [tp for tp in candidates if tp not in bad] or candidates
     return _Degrees(asked, clean, possible, tuple(sorted(bad)), max(quiet, default=None))
@@ -117,12 +116,12 @@ def _asm_share(audit: Audit, tp: int) -> float:
     return flops_share(cost, "asm") if counted else nbytes_share(cost, "asm")
 
 
-def _where(audit: Audit, degrees: _Degrees, shapes: Callable[[], Shapes]) -> Iterator[str]:
+def _where(audit: Audit, degrees: _Degrees, shapes: Shapes) -> Iterator[str]:
     best, largest, deployment = degrees.best, audit.largest_clean, audit.survey.deployment
     if best is None:
         yield f"Do not serve at {_at(degrees.asked)}: there some layers cannot be split."
         smaller = [tp for tp in TRIED if tp < degrees.asked[0]]
-        possible = [tp for tp in smaller if worst_path(shapes(), tp, deployment) != "impossible"]
+        possible = [tp for tp in smaller if worst_path(shapes, tp, deployment) != "impossible"]
         if possible:
             yield f"The next smaller degree that splits every layer is tp {possible[-1]}."
     else:
@@ -131,8 +130,8 @@ def _where(audit: Audit, degrees: _Degrees, shapes: Callable[[], Shapes]) -> Ite
             f"{_subject(degrees, best)}{_with(audit.survey)}: {_asm_fact(audit, degrees, best)}, "
             f"and the fullest rank holds {holds}."
         )
-        if deployment.expert_parallel and not shapes().has_experts_for(best, deployment):
-            yield f"There are {shapes().experts} routed experts, so some of {best} ranks have none."
+        if deployment.expert_parallel and not shapes.has_experts_for(best, deployment):
+            yield f"There are {shapes.experts} routed experts, so some of {best} ranks have none."
     if largest is None:
         yield f"No degree of {listed(sorted({*TRIED, *degrees.asked}))} puts every layer on ASM."
     elif largest != best:
@@ -184,7 +183,7 @@ def _stuck(families: Sequence[Shortfall], degrees: _Degrees) -> Iterator[str]:
         yield f"{start} cannot be split: {spelled(facts, arithmetic)}."
 
 
-def _ways(audit: Audit, degrees: _Degrees, shapes: Callable[[], Shapes]) -> Iterator[str]:
+def _ways(audit: Audit, degrees: _Degrees, shapes: Shapes) -> Iterator[str]:
     """Other deployments that do better at the degrees asked about."""
     survey = audit.survey
     if degrees.clean == degrees.asked:
@@ -193,9 +192,9 @@ def _ways(audit: Audit, degrees: _Degrees, shapes: Callable[[], Shapes]) -> Iter
     found: dict[str, list[str]] = {}
     for words, deployment in _alternatives(survey):
         worst = {
-            tp: worst_path(shapes(), tp, deployment)
+            tp: worst_path(shapes, tp, deployment)
             for tp in degrees.asked
-            if shapes().has_experts_for(tp, deployment)
+            if shapes.has_experts_for(tp, deployment)
         }
         clean = [tp for tp in worst if tp not in degrees.clean and worst[tp] == "asm"]
         freed = [tp for tp in worst if tp in degrees.stuck and worst[tp] == "triton"]
