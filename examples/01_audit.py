@@ -1,6 +1,6 @@
-"""Audit a checkpoint from Python: which layers would run on the ASM GEMM, per degree.
+"""Audit a checkpoint from Python: what will happen when it is served, per degree.
 
-    python examples/01_audit.py [MODEL_DIR]
+    python examples/01_audit.py [MODEL_DIR or ORG/NAME]
 
 Reads headers only and never imports torch.
 """
@@ -11,26 +11,32 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from mxfp4prep.checkpoint import open_checkpoint
-from mxfp4prep.survey import survey
+from mxfp4prep.auditing import EngineQuestion, run_audit
+from mxfp4prep.report.recommendation import recommend
 
 HERE = Path(__file__).parent
 DEFAULT = HERE.parent / "tests/data/fixtures/qwen2moe-w4a4-shared-expert"
 
 
 def main() -> None:
-    model_dir = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT
-    result = survey(open_checkpoint(model_dir), tp=(1, 2, 4, 8))
-    for tp in result.tp:
-        paths = Counter(verdict.path for verdict in result.decided(tp).values())
-        print(f"tp {tp}:", ", ".join(f"{count} {path}" for path, count in sorted(paths.items())))
+    source = sys.argv[1] if len(sys.argv) > 1 else str(DEFAULT)
+    audit = run_audit(source, tp=(1, 2, 4, 8), engine=EngineQuestion("vllm-0.33"))
+    for tp, cost in audit.costs.items():
+        paths = Counter(made[tp].path for made in audit.decisions.values())
+        counts = ", ".join(f"{count} {path}" for path, count in sorted(paths.items()))
+        print(f"tp {tp}: {counts}; the fullest rank holds {cost.rank_nbytes:,} bytes")
+        if audit.prediction is not None:
+            ends = Counter(made[tp].outcome for made in audit.prediction.outcomes.values())
+            print(f"    {audit.prediction.engine.name}: {dict(ends)}")
     print()
-    for item in result.layers[:3]:
+    for item in audit.survey.layers[:3]:
         verdict = item.verdicts[1]
         why = ", ".join(verdict.reasons) or "nothing stands in the way"
         print(f"{item.layer.name}: scale {verdict.scale_shard}: {verdict.path} ({why})")
-    for finding in result.findings:
+    for finding in audit.findings:
         print(f"{finding.severity}: {finding.where}: {finding.message}")
+    print()
+    print(recommend(audit))
 
 
 if __name__ == "__main__":

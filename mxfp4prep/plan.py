@@ -107,8 +107,9 @@ def make_plan(
 
     Raises InvalidCheckpoint for a finding that is an error and for a bias or input scale that no
     runtime could use, UsageError for a pattern that matches nothing, Unsupported when `layout` is
-    "asm" and a layer cannot be.
+    "asm" and a layer cannot be, or when the files are on the Hub only.
     """
+    survey.checkpoint.require_local()
     findings = list(survey.findings)
     for finding in findings:
         if finding.severity == "error":
