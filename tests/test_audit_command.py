@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quark_factory import model_config, mxfp4_tensors, write_checkpoint
+import torch
+from quark_factory import (
+    model_config,
+    mxfp4_tensors,
+    quant_config,
+    quant_layer,
+    write_checkpoint,
+)
 from test_cli import ROOT, Result, environment
 from test_report import validate
 from test_shared_experts import MLP, bank
@@ -117,6 +124,28 @@ def test_cost_and_recommendation_are_in_text_and_json(run: Any, moe: Path) -> No
     assert told == " ".join(advice.split())
 
 
+def test_p27_p30_json_tells_what_became_of_every_pattern(run: Any, tmp_path: Path) -> None:
+    quantization = quant_config(
+        exclude=["lm_head", "*.gate", "re:model.layers.[0-9].self", "visual.blocks.0"],
+        layer_quant_config={"*down_proj": quant_layer()},
+    )
+    extra = {
+        f"{name}.weight": torch.zeros(8, 512, dtype=torch.bfloat16)
+        for name in ("lm_head", "model.layers.0.mlp.gate")
+    }
+    linears = {"model.layers.0.mlp.down_proj": (256, 512)}
+    config = model_config(quantization)
+    root = write_checkpoint(tmp_path / "m", linears, config=config, extra=extra)
+    patterns = document(run, root)["patterns"]
+    assert [tuple(pattern.values()) for pattern in patterns] == [
+        ("exclude", "lm_head", "exact", "literal", 1),
+        ("exclude", "*.gate", "glob", "literal", 1),
+        ("exclude", "re:model.layers.[0-9].self", "regex", "unmatched", 0),
+        ("exclude", "visual.blocks.0", "exact", "unmatched", 0),
+        ("layer_quant_config", "*down_proj", "glob", "literal", 1),
+    ]
+
+
 ENGINES = ("vllm-0.32", "vllm-0.33", "vllm-main", "sglang-0.5", "atom", "mxfp4prep")
 
 
@@ -175,8 +204,6 @@ def test_wrong_words_are_said_before_anything_is_read(run: Any, tmp_path: Path) 
 
 
 def test_values_are_read_only_when_asked(run: Any, tmp_path: Path) -> None:
-    import torch
-
     name = "model.layers.0.mlp.down_proj"
     made = mxfp4_tensors(name, 64, 256, generator=torch.Generator().manual_seed(1))
     made[f"{name}.weight_scale"].clamp_(100, 140)

@@ -533,7 +533,8 @@ def test_audit_json_is_the_contract(misaligned: Checkpoint) -> None:
     document = json.loads(payload.dumps(made))
     validate(document, "audit")
     assert set(document) == {
-        "schema_version", "source", "rule", "tp", "deployment", "layers", "others", "groups",
+        "schema_version", "source", "rule", "tp", "deployment", "layers", "others", "patterns",
+        "groups",
         "shared_experts", "cost", "engine", "values", "findings", "summary",
     }  # fmt: skip
     assert (document["schema_version"], document["tp"]) == (1, [1, 2, 8])

@@ -62,6 +62,17 @@ def audit_document(audit: Audit) -> c.AuditDocument:
         ],
         "shared_experts": _shared_experts(survey),
         "others": join_modules(survey.classified.others),
+        "patterns": [
+            {
+                "key": key,
+                "text": use.text,
+                "kind": use.kind,
+                "reading": use.reading,
+                "modules": use.modules,
+            }
+            for key, uses in survey.classified.patterns.items()
+            for use in uses
+        ],
         "cost": {str(tp): _cost(cost) for tp, cost in audit.costs.items()},
         "engine": None if prediction is None else _engine(prediction, survey.tp),
         "values": None if audit.values is None else _values(audit.values),

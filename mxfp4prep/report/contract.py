@@ -233,6 +233,20 @@ class OtherDocument(TypedDict):
     count: int
 
 
+class PatternDocument(TypedDict):
+    """What became of one entry of the config's exclude or layer_quant_config.
+
+    kind says how it is written, reading how it was understood (literal, fused, renamed, parent,
+    ambiguous or unmatched), modules how many it covers.
+    """
+
+    key: str
+    text: str
+    kind: Literal["exact", "glob", "regex"]
+    reading: str
+    modules: int
+
+
 class AuditSummary(TypedDict):
     """`asm_tp`: degrees at which every layer is asm. `possible_tp`: at which every layer splits.
 
@@ -264,6 +278,7 @@ class AuditDocument(TypedDict):
     groups: list[GroupDocument]
     shared_experts: list[SharedExpertDocument]
     others: NotRequired[list[OtherDocument]]
+    patterns: NotRequired[list[PatternDocument]]
     cost: dict[str, CostDocument]
     engine: EngineDocument | None
     values: ValuesDocument | None
