@@ -415,6 +415,7 @@ def test_degrees_with_the_same_words_are_one_line() -> None:
         ),
     )
     assert "tp 1, 2: asm -> triton (scale_cols)" in text(document)
+    assert "scale per rank" not in text(document)  # the path says more than another shard
     legend = "scale_cols scale columns are not a multiple of 8"
     assert f"reasons {legend}" in text(document)
 
@@ -560,15 +561,18 @@ def test_a_finding_that_says_something_else_is_not_told_twice() -> None:
                 {**finding("x"), "severity": "note"},
                 finding("y", "there", f"{long}3 places: more"),
                 finding("y", message=f"{long}4 places"),
+                finding("z", "there", "is: odd"),
             ]
         )
     )
     shown = lines(compared(a, b))
-    assert shown[shown.index("findings") :][:6] == [
+    assert shown[shown.index("findings") :][:8] == [
         "findings",
         "- warning: here: is odd [x]",
         "- warning: here: a long explanation: of which the end differs: 2 places [y]",
         "+ warning: there: ... 3 places: more [y]",
+        "- warning: here: is: odd [z]",
+        "+ warning: there: ... odd [z]",
         "+ note: here: is odd [x]",
         "+ warning: here: a long explanation: of which the end differs: 4 places [y]",
     ]
@@ -605,6 +609,8 @@ def test_sums_per_degree() -> None:
     assert "largest clean tp 2 1" in shown
     assert "tp 2 asm 2 -> 1 layers 34.8 kB -> 17.4 kB" in shown
     assert "tp 2 triton 0 -> 1 layers 0 B -> 17.4 kB" in shown
+    assert "IMPOSSIBLE" not in shown
+    assert "corrupt" not in shown
     assert "tp 2 500 B -> 600 B 250 B -> 300 B 0 B 100.0% -> 25.0%" in shown
     assert "vllm-0.33 layers tp 2 ok 2 -> 1, crash 0 -> 1" in shown
 
