@@ -481,6 +481,11 @@ def test_parts_of_different_schemes_are_marked(tmp_path: Path) -> None:
     text = text_of(checkpoint, columns=120)
     assert f"  mixed_group  {REASONS['mixed_group']}" in text.splitlines()
     assert "[mixed_group]" in text  # the finding
+    found = survey(checkpoint)
+    decisions = decide(found)
+    for tp in found.tp:
+        assert {name: made[tp] for name, made in decisions.items()} == found.decided(tp)
+    assert decisions["model.layers.0.mlp.gate_proj"][1].path == "asm"  # nobody joins it
     (group,) = audit_document(audit_checkpoint(checkpoint))["groups"]
     assert (group["mixed"], group["members"]) == (True, ["model.layers.0.mlp.gate_proj"])
 

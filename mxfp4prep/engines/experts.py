@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mxfp4prep.engines.dense import floored
 from mxfp4prep.engines.outcomes import Outcome
+from mxfp4prep.engines.padding import pads_of
 from mxfp4prep.engines.rules import Engine, ExpertRule, SchemeWord
 from mxfp4prep.engines.setting import Setting
 from mxfp4prep.parallel import SCALE_GROUP
@@ -83,7 +84,7 @@ def backend(engine: Engine, on: frozenset[str], word: SchemeWord) -> Outcome:
 
 def _padding(rule: ExpertRule, path: str | None, width: int, hidden: int) -> str:
     """What is said about the zeros that fill a rank's experts up; "" where there are none."""
-    pads = (rule.pad, rule.pad_hidden) if path == "moe-aiter" else rule.other_pads.get(path or "")
+    pads = pads_of(rule, path)
     if pads is None:
         return ""
     wide, deep = (-(-size // pad) * pad for size, pad in zip((width, hidden), pads, strict=True))

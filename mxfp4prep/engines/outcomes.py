@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from mxfp4prep.engines.rules import Engine
@@ -48,6 +48,7 @@ class Prediction:
     assumptions   what else was assumed
     outcomes      layer name -> tp -> outcome; layers that fare alike share one mapping
     findings      about the checkpoint as a whole
+    padding       per degree, bytes of zeros that the fullest rank holds for its routed experts
     """
 
     engine: Engine
@@ -55,3 +56,4 @@ class Prediction:
     assumptions: tuple[str, ...]
     outcomes: Mapping[str, Mapping[int, Outcome]]
     findings: tuple[Finding, ...]
+    padding: Mapping[int, int] = field(default_factory=dict)

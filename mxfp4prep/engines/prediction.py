@@ -14,6 +14,7 @@ from mxfp4prep.engines.fusion import kept_apart
 from mxfp4prep.engines.judge import judge
 from mxfp4prep.engines.modules import Modules, modules_of
 from mxfp4prep.engines.outcomes import Outcome, Prediction
+from mxfp4prep.engines.padding import padding_nbytes
 from mxfp4prep.engines.remarks import findings_of
 from mxfp4prep.engines.rules import Engine
 from mxfp4prep.engines.setting import Setting
@@ -64,6 +65,7 @@ def predict(
         assumptions=tuple(_assumptions(setting, survey, modules, model_type)),
         outcomes=outcomes,
         findings=findings_of(table, survey, modules, reader, apart, outcomes),
+        padding=padding_nbytes(table.experts, survey, outcomes),
     )
 
 

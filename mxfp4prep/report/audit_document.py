@@ -156,6 +156,7 @@ def _engine(prediction: Prediction, degrees: tuple[int, ...]) -> c.EngineDocumen
         "outcomes": {
             tp: {outcome: total[outcome] for outcome in OUTCOMES} for tp, total in totals.items()
         },
+        "padding_nbytes": {str(tp): nbytes for tp, nbytes in prediction.padding.items()},
     }
 
 

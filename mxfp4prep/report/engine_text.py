@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mxfp4prep.report.families import gather
 from mxfp4prep.report.joining import listed, merge_siblings
-from mxfp4prep.report.screen import Screen
+from mxfp4prep.report.screen import Screen, human
 
 if TYPE_CHECKING:
     from mxfp4prep.auditing import Audit
@@ -29,6 +29,10 @@ def engine_lines(audit: Audit, screen: Screen) -> list[str]:
     head = ("layer", "layers", *(f"tp {tp}" for tp in degrees))
     lines += screen.table(head, merge_siblings(_rows(audit, prediction), screen), right=(1,))
     lines += _legend(prediction, screen)
+    zeros = [f"{human(nbytes)} at tp {tp}" for tp, nbytes in prediction.padding.items() if nbytes]
+    if zeros:
+        text = f"zeros that pad the experts add to a rank: {', '.join(zeros)}"
+        lines += screen.wrap(text, rest="  ")
     facts = [f"{name}={value}" for name, value in prediction.switches.items()]
     if facts:
         lines += screen.wrap(screen.name(", ".join(facts)), "switches: ", "  ")

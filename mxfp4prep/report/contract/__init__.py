@@ -22,23 +22,6 @@ from mxfp4prep.report.contract.audit import (
     SharedExpertDocument,
     ValuesDocument,
 )
-from mxfp4prep.report.contract.common import (
-    ActivationDocument,
-    EngineOutcome,
-    FindingDocument,
-    Kind,
-    Layout,
-    Parallel,
-    Path,
-    PathsDocument,
-    Placement,
-    SchemaVersion,
-    Scheme,
-    ShareDocument,
-    SourceDocument,
-    StoredPath,
-    VerdictDocument,
-)
 from mxfp4prep.report.contract.diff import (
     DiffChangeDocument,
     DiffCostDocument,
@@ -55,6 +38,23 @@ from mxfp4prep.report.contract.diff import (
     DiffVerdictDocument,
     DiffVerdictsDocument,
     Fact,
+)
+from mxfp4prep.report.contract.parts import (
+    ActivationDocument,
+    EngineOutcome,
+    FindingDocument,
+    Kind,
+    Layout,
+    Parallel,
+    Path,
+    PathsDocument,
+    Placement,
+    SchemaVersion,
+    Scheme,
+    ShareDocument,
+    SourceDocument,
+    StoredPath,
+    VerdictDocument,
 )
 from mxfp4prep.report.contract.stored import (
     ConvertDocument,

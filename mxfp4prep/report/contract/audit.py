@@ -7,7 +7,7 @@ from typing import Literal, NotRequired
 # pydantic takes typing's own TypedDict from Python 3.12 on only
 from typing_extensions import TypedDict
 
-from mxfp4prep.report.contract.common import (
+from mxfp4prep.report.contract.parts import (
     ActivationDocument,
     EngineOutcome,
     FindingDocument,
@@ -125,7 +125,8 @@ class CostDocument(TypedDict):
 class EngineDocument(TypedDict):
     """Which engine was asked about, and on what the answer rests.
 
-    outcomes: per degree how many layers end in ok, crash, corrupt and unknown.
+    outcomes: per degree how many layers end in ok, crash, corrupt and unknown. padding_nbytes: per
+    degree the zeros that the fullest rank holds for its routed experts.
     """
 
     name: str
@@ -134,6 +135,7 @@ class EngineDocument(TypedDict):
     switches: dict[str, str]
     assumptions: list[str]
     outcomes: dict[str, dict[EngineOutcome, int]]
+    padding_nbytes: NotRequired[dict[str, int]]
 
 
 class ScaleValuesDocument(TypedDict):

@@ -10,7 +10,7 @@ from mxfp4prep.report.contract.audit import (
     EngineVerdictDocument,
     SharedExpertDocument,
 )
-from mxfp4prep.report.contract.common import (
+from mxfp4prep.report.contract.parts import (
     EngineOutcome,
     FindingDocument,
     Kind,

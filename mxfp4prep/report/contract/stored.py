@@ -7,7 +7,7 @@ from typing import Literal
 # pydantic takes typing's own TypedDict from Python 3.12 on only
 from typing_extensions import TypedDict
 
-from mxfp4prep.report.contract.common import (
+from mxfp4prep.report.contract.parts import (
     FindingDocument,
     Kind,
     Layout,

@@ -1,4 +1,4 @@
-"""What several documents hold: paths, findings, the source, a verdict."""
+"""Parts that several documents hold: paths, findings, the source, a verdict."""
 
 from __future__ import annotations
 
