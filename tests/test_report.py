@@ -602,6 +602,21 @@ def test_a_layer_keeps_its_own_verdict_beside_what_its_whole_decides() -> None:
     assert lines[row + 1].strip().startswith("tp 8: joined in qkv_proj, split_rows (4 heads of")
 
 
+def test_json_of_records_is_what_json_reads_back() -> None:
+    both = {"path": "asm"}
+    rows = [
+        {"name": "a", "made": both, "n": 1, "other": {}},
+        {"name": "b", "n": 2, "made": both},
+        {"made": None, "name": "c", "late": {"x": [1, {"y": "\u00e9\n"}]}},
+        {"made": {"path": "triton"}, "other": both},
+        {},
+    ]
+    document = {"schema_version": 1, "rows": rows, "only": [{"a": {"b": 1}}], "empty": []}
+    text = payload.dumps(document)
+    assert json.loads(text) == document
+    assert text.isascii()
+
+
 def test_json_has_a_line_per_record_and_no_nan() -> None:
     document = {"schema_version": 1, "layers": [{"name": "a\n\x1b漢"}, {"name": "b"}], "none": []}
     text = payload.dumps(document)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +41,10 @@ def pieces(document: Mapping[str, Any]) -> Iterator[str]:
     for key, value in document.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             yield f"{before}{encode(key)}: [\n"
+            nested = [name for name, item in value[0].items() if type(item) is dict]
             for start in range(0, len(value), RECORDS_AT_A_TIME):
                 part = value[start : start + RECORDS_AT_A_TIME]
-                lines = [_line(record, encode, shared) for record in part]
+                lines = [_line(record, nested, encode, shared) for record in part]
                 yield (",\n" if start else "") + ",\n".join(lines)
             yield "\n]"
         else:
@@ -52,22 +53,27 @@ def pieces(document: Mapping[str, Any]) -> Iterator[str]:
     yield "\n}\n"
 
 
-def _line(record: Mapping[str, Any], encode: Callable[[Any], str], shared: dict[int, str]) -> str:
-    """One record. Its objects come last, and are encoded once where records share them."""
-    own, rest = {}, ""
-    for key, value in record.items():
-        if type(value) is dict:
+def _line(
+    record: Mapping[str, Any],
+    nested: Sequence[str],
+    encode: Callable[[Any], str],
+    shared: dict[int, str],
+) -> str:
+    """One record. Its `nested` objects come last, and are encoded once where records share them."""
+    rest = ""
+    for key in nested:
+        if key in record:
+            value = record[key]
             text = shared.get(id(value))  # the document holds it, so no other takes its id
             if text is None:
                 if len(shared) >= MOST_SHARED:
                     shared.clear()
                 text = shared[id(value)] = encode(value)
             rest += f',"{key}":{text}'
-        else:
-            own[key] = value
     if not rest:
-        return encode(own)
-    return f"{encode(own)[:-1]}{rest}}}" if own else f"{{{rest[1:]}}}"
+        return encode(record)
+    own = encode({key: value for key, value in record.items() if key not in nested})
+    return f"{own[:-1]}{rest}}}" if len(own) > len("{}") else f"{{{rest[1:]}}}"
 
 
 def plan(plan: Plan, out: Path) -> c.PlanDocument:
