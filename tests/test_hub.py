@@ -844,6 +844,12 @@ def test_a_remote_checkpoint_is_never_converted(hub, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_token_that_is_none_is_named(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "\u00e9\u2603")
+    with pytest.raises(IOFailed, match="HF_TOKEN holds characters that no token has"):
+        open_source(f"org/{SHARDED}")
+
+
 # --- a program of its own: the environment as people set it
 
 

@@ -90,6 +90,10 @@ def failure(address: Address, name: str | None, error: Exception) -> Mxfp4PrepEr
         return IOFailed(
             failed.where, failed.what, hint=f"{hint}HF_HOME says where the Hub's cache lies"
         )
+    if isinstance(error, UnicodeEncodeError):  # headers hold ASCII, and the token is the user's
+        return IOFailed(
+            where, "HF_TOKEN holds characters that no token has", hint="copy the token again"
+        )
     what = f"{endpoint_host()} does not answer as a Hub does: {_words(error)}"
     return IOFailed(where, what, hint="check HF_ENDPOINT, and update huggingface_hub")
 
