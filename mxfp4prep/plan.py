@@ -260,13 +260,15 @@ def _impossible_findings(survey: Survey, tp: Sequence[int]) -> list[Finding]:
         f"{len(items)} layer{'s' if len(items) > 1 else ''} at tp {degree}"
         for degree, items in stuck.items()
     )
+    routed = any(item.role.parallel == "expert" for items in stuck.values() for item in items)
+    way = "; for expert parallelism convert with --ep" if routed else ""
     return [
         Finding(
             "impossible",
             "warning",
             items[0].layer.name,
             f"cannot be split: {counts} ({items[0].verdicts[degree].detail}); stored on the Triton "
-            "path, and loading them at those degrees is refused",
+            f"path, and loading them at those degrees is refused{way}",
         )
     ]
 

@@ -262,3 +262,11 @@ def test_convert_for_expert_parallelism_stores_and_remembers_whole_experts(tmp_p
         manifest["target"]["expert_parallel"] = not words
         (out / "mxfp4prep.json").write_text(json.dumps(manifest))
         assert main(["verify", str(out)]) == 1  # planned again, it comes out otherwise
+
+
+def test_convert_says_that_experts_need_not_be_split(tmp_path, capsys):
+    root = write_checkpoint(tmp_path / "m", bank(1408, 1408))
+    assert main(["convert", str(root), str(tmp_path / "tp"), "--tp", "8"]) == 0
+    assert "for expert parallelism convert with --ep" in capsys.readouterr().err
+    assert main(["convert", str(root), str(tmp_path / "ep"), "--tp", "8", "--ep"]) == 0
+    assert "--ep" not in capsys.readouterr().err
