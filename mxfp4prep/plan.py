@@ -140,7 +140,7 @@ def make_plan(
         )
     if layout == "asm":
         _refuse_triton(layers)
-    findings += _impossible_findings(survey, tp)
+    findings += _impossible_findings(survey, decided, tp)
     shards = _plan_shards(survey, layers)
     return Plan(survey, tuple(tp), layout, tuple(keep), tuple(layers), shards, tuple(findings))
 
@@ -247,9 +247,13 @@ def _refuse_triton(layers: Sequence[LayerPlan]) -> None:
         )
 
 
-def _impossible_findings(survey: Survey, tp: Sequence[int]) -> list[Finding]:
+def _impossible_findings(
+    survey: Survey, decided: Mapping[int, Mapping[str, Verdict]], tp: Sequence[int]
+) -> list[Finding]:
     stuck = {
-        degree: [item for item in survey.layers if item.verdicts[degree].path == "impossible"]
+        degree: [
+            item for item in survey.layers if decided[degree][item.layer.name].path == "impossible"
+        ]
         for degree in tp
     }
     stuck = {degree: items for degree, items in stuck.items() if items}
@@ -260,6 +264,7 @@ def _impossible_findings(survey: Survey, tp: Sequence[int]) -> list[Finding]:
         f"{len(items)} layer{'s' if len(items) > 1 else ''} at tp {degree}"
         for degree, items in stuck.items()
     )
+    why = decided[degree][items[0].layer.name].detail
     routed = any(item.role.parallel == "expert" for items in stuck.values() for item in items)
     way = "; for expert parallelism convert with --ep" if routed else ""
     return [
@@ -267,7 +272,7 @@ def _impossible_findings(survey: Survey, tp: Sequence[int]) -> list[Finding]:
             "impossible",
             "warning",
             items[0].layer.name,
-            f"cannot be split: {counts} ({items[0].verdicts[degree].detail}); stored on the Triton "
+            f"cannot be split: {counts} ({why}); stored on the Triton "
             f"path, and loading them at those degrees is refused{way}",
         )
     ]

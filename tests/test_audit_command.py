@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -221,6 +222,17 @@ def test_values_are_read_only_when_asked(run: Any, tmp_path: Path) -> None:
     assert "1 are 255 (NaN), 1 are 0 or 1" in text
 
 
+def test_the_short_answer_parts_degrees_by_the_worst(run: Any, tmp_path: Path) -> None:
+    linears = {"model.layers.0.mlp.down_proj": (256, 1024), "model.layers.0.mlp.o_proj": (256, 512)}
+    root = write_checkpoint(tmp_path / "m", linears)
+    # scale columns: 32 and 16 at 1, 16 and 8 at 2, 8 and 4 at 4, 4 and 2 at 8; none of 32 at 32
+    text = " ".join(run("audit", root, "--tp", "1,2,4,8,32").out.split())
+    assert (
+        "In short: all layers on ASM at tp 1, 2; some on Triton at tp 4; all on Triton at tp 8; "
+        "some that cannot be split at tp 32."
+    ) in text
+
+
 def test_csv_has_a_row_per_layer_and_degree(run: Any, moe: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(run("audit", moe, "--format", "csv").out)))
     assert len(rows) == 9 * 4
@@ -238,6 +250,10 @@ def test_a_page_beside_any_format(run: Any, moe: Path, tmp_path: Path) -> None:
     assert str(page) in made.err
     text = page.read_text()
     assert text[:15].lower() == "<!doctype html>"
+    for words in ((), ("--engine", "atom", "--ep", "--values")):
+        run("audit", moe, *words, "--html", tmp_path / "other.html")
+        shown = (tmp_path / "other.html").read_text().partition("<script>")[0]
+        assert not re.search(r">[^<]*(?:True|False|None)\b[^<]*<", shown)
     assert "experts" in text
     first = page.read_bytes()
     assert run("audit", moe, "--html", page).code == made.code

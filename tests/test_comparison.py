@@ -326,7 +326,7 @@ def test_facts_of_a_layer(change: Any, facts: Any, words: str) -> None:
     assert [(f["fact"], f["a"], f["b"]) for f in found["facts"]] == facts
     assert found["verdict"] == {}
     assert f"l.1.down 1 {words}" in text(document)
-    assert text(document).endswith("A and B differ at tp 1, 2: 1 layer changed.")
+    assert text(document).endswith("A and B, compared at tp 1, 2, differ: 1 layer changed.")
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_layers_of_one_side_and_what_they_are_in_the_other() -> None:
         in (text(document))
     )
     assert text(document).endswith(
-        "A and B differ at tp 1, 2: 1 layer MXFP4 in A only, 1 layer MXFP4 in B only."
+        "A and B, compared at tp 1, 2, differ: 1 layer MXFP4 in A only, 1 layer MXFP4 in B only."
     )
 
 
@@ -1214,7 +1214,7 @@ def test_two_directories(
     assert code == 1
     assert "    tp 1: asm -> triton (scale_cols)\n" in shown
     assert "    tp 8: triton (scale_cols) -> IMPOSSIBLE (split_groups)\n" in shown
-    assert shown.endswith("A and B differ at tp 1, 8: 2 layers changed.\n")
+    assert shown.endswith("A and B, compared at tp 1, 8, differ: 2 layers changed.\n")
 
 
 def test_torch_is_left_alone(checkpoints: tuple[Path, Path]) -> None:

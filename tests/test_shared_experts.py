@@ -270,3 +270,14 @@ def test_convert_says_that_experts_need_not_be_split(tmp_path, capsys):
     assert "for expert parallelism convert with --ep" in capsys.readouterr().err
     assert main(["convert", str(root), str(tmp_path / "ep"), "--tp", "8", "--ep"]) == 0
     assert "--ep" not in capsys.readouterr().err
+
+
+def test_convert_counts_all_that_a_fused_group_keeps_from_splitting(tmp_path, capsys):
+    at = "model.layers.0.self_attn"
+    linears = {f"{at}.q_proj": (128, 512), f"{at}.k_proj": (64, 512), f"{at}.v_proj": (64, 512)}
+    config = model_config(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    root = write_checkpoint(tmp_path / "m", linears, config=config)
+    # two KV heads can be repeated over eight ranks, four query heads cannot be cut, and they join
+    assert main(["convert", str(root), str(tmp_path / "out"), "--tp", "8"]) == 0
+    told = capsys.readouterr().err
+    assert "cannot be split: 3 layers at tp 8 (4 heads of 32 rows do not divide by 8 ranks)" in told

@@ -11,6 +11,7 @@ from mxfp4prep.alignment import (
     RULE,
     SCALE_COLUMN_MULTIPLE,
     SCALE_ROW_MULTIPLE,
+    Path,
     Verdict,
 )
 from mxfp4prep.decisions import Decisions
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _Verdicts = Mapping[int, Verdict]
 
+_TRITON_ONLY: frozenset[Path] = frozenset({"triton"})
 _SEVERITIES = ("error", "warning", "note")
 
 SHOWN = {"asm": "asm", "triton": "triton", "impossible": "IMPOSSIBLE"}
@@ -90,9 +92,11 @@ def _short_lines(survey: Survey, decisions: Decisions, screen: Screen) -> list[s
     """The degrees by the worst that happens there, in one line."""
     clean = degrees_of(decisions, survey.tp, ASM_ONLY)
     possible = degrees_of(decisions, survey.tp, POSSIBLE)
+    none = degrees_of(decisions, survey.tp, _TRITON_ONLY)
     kinds = (
         ("all layers on ASM", clean),
-        ("some on Triton", [tp for tp in possible if tp not in clean]),
+        ("some on Triton", [tp for tp in possible if tp not in (*clean, *none)]),
+        ("all on Triton", none),
         ("some that cannot be split", [tp for tp in survey.tp if tp not in possible]),
     )
     words = [f"{what} at tp {listed(degrees)}" for what, degrees in kinds if degrees]

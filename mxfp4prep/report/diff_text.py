@@ -269,4 +269,4 @@ def _conclusion(document: c.DiffDocument) -> str:
         words.append(f"{counted(count, 'layer')} changed")
     if not words:
         return f"A and B are not the same, but their MXFP4 layers are, {at}."
-    return f"A and B differ {at}: {', '.join(words)}."
+    return f"A and B, compared {at}, differ: {', '.join(words)}."

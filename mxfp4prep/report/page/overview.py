@@ -42,7 +42,7 @@ def head(document: c.AuditDocument) -> Html:
             "The ASM GEMM needs scales with ",
             el("b", document["rule"]),
             " on every rank. Anything else that can be split runs on Triton.",
-            _routed(document) and f" {EXPERTS}",
+            f" {EXPERTS}" if _routed(document) else "",
             class_="rule",
         ),
     )
