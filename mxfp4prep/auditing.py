@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mxfp4prep.engines import Prediction
     from mxfp4prep.values import ScaleValues
 
+    _Ask = Callable[[Survey, Decisions], Prediction]
+
 
 @dataclass(frozen=True, slots=True)
 class Audit:
@@ -79,10 +81,9 @@ def run_audit(
     watch     shows how far the reading of scale bytes is
     headers   called as headers come from the Hub
     """
-    if engine is not None:
-        _prepare(engine)  # a wrong word is said before anything is read
+    ask = _prepare(engine)  # a wrong word is said before the checkpoint is read
     checkpoint = open_source(source, progress=headers)
-    return audit_checkpoint(checkpoint, tp, rules, deployment, engine, values=values, watch=watch)
+    return _audit(checkpoint, tp, rules, deployment, ask, values, watch)
 
 
 def audit_checkpoint(
@@ -96,9 +97,21 @@ def audit_checkpoint(
     watch: Watch | None = None,
 ) -> Audit:
     """`run_audit` of a checkpoint that is open already."""
+    return _audit(checkpoint, tp, rules, deployment, _prepare(engine), values, watch)
+
+
+def _audit(
+    checkpoint: Checkpoint,
+    tp: Sequence[int],
+    rules: Sequence[tuple[str, Parallel]],
+    deployment: Deployment,
+    ask: _Ask | None,
+    values: bool,
+    watch: Watch | None,
+) -> Audit:
     found = survey(checkpoint, tp, rules, deployment)
     decisions = decide(found)
-    prediction = None if engine is None else _prepare(engine)(found)
+    prediction = None if ask is None else ask(found, decisions)
     read = _read_values(found, watch) if values else None
     findings = found.findings
     if prediction is not None:
@@ -121,13 +134,17 @@ def audit_checkpoint(
     )
 
 
-def _prepare(question: EngineQuestion) -> Callable[[Survey], Prediction]:
-    """The question ready to be asked, its words checked before anything is read."""
+def _prepare(question: EngineQuestion | None) -> _Ask | None:
+    """The question ready to be asked, its words checked and AITER's tables read."""
+    if question is None:
+        return None
     from mxfp4prep.engines import find_tuned, parse_switches, predict
 
     switches = parse_switches(question.name, question.switches)
     tuned = find_tuned(question.tables)
-    return lambda found: predict(question.name, found, switches=switches, tuned=tuned)
+    return lambda found, decisions: predict(
+        question.name, found, switches=switches, tuned=tuned, decisions=decisions
+    )
 
 
 def _read_values(found: Survey, watch: Watch | None) -> ScaleValues:

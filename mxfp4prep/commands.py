@@ -7,9 +7,8 @@ imported when it runs: `--help`, completion and `audit` never load torch.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from mxfp4prep.auditing import Audit
     from mxfp4prep.plan import Plan
     from mxfp4prep.report.voice import Voice
-
-T = TypeVar("T")
 
 AUDIT_TP = (1, 2, 4, 8)
 CONVERT_TP = (1,)
@@ -106,21 +103,18 @@ def _write_documents(voice: Voice, found: Audit, format: o.AuditFormat, html: Pa
 
 def _answers_no(found: Audit, fail_on: o.FailOn) -> bool:
     """Whether a layer is as bad as `fail_on` at any degree, or the checkpoint has an error."""
+    from mxfp4prep.decisions import distinct
+
     if fail_on is o.FailOn.never:
         return False
     bad = {"impossible", "crash", "corrupt"}
     if fail_on is o.FailOn.triton:
         bad.add("triton")
-    ends: set[str] = {v.path for m in _distinct(found.decisions.values()) for v in m.values()}
+    ends: set[str] = {v.path for m in distinct(found.decisions.values()) for v in m.values()}
     if found.prediction is not None:
-        outcomes = _distinct(found.prediction.outcomes.values())
+        outcomes = distinct(found.prediction.outcomes.values())
         ends |= {made.outcome for mapping in outcomes for made in mapping.values()}
     return bool(ends & bad) or any(finding.severity == "error" for finding in found.findings)
-
-
-def _distinct(mappings: Iterable[Mapping[int, T]]) -> Iterable[Mapping[int, T]]:
-    """Each mapping once: tens of thousands of layers share a handful."""
-    return {id(mapping): mapping for mapping in mappings}.values()
 
 
 def convert(

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from mxfp4prep.alignment import Verdict
 from mxfp4prep.survey import Survey, together
 
+T = TypeVar("T")
+
 Decisions = Mapping[str, Mapping[int, Verdict]]
 """Per layer and degree the verdict that counts; layers with equal verdicts share one mapping."""
+
+
+def distinct(mappings: Iterable[Mapping[int, T]]) -> Iterable[Mapping[int, T]]:
+    """Each of the mappings once: tens of thousands of layers share a handful."""
+    return {id(mapping): mapping for mapping in mappings}.values()
 
 
 def decide(survey: Survey) -> Decisions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os.path
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -60,10 +59,12 @@ def diff(
     left = kept[0] or _ask(question, voice, "A", a, kept[1])
     right = kept[1] or _ask(question, voice, "B", b, kept[0])
     if not set(left["tp"]) & set(right["tp"]):
+        from mxfp4prep.report.joining import listed
+
         raise UsageError(
             "--tp",
             "A and B have no degree in common",
-            found=f"tp {_listed(left['tp'])} and tp {_listed(right['tp'])}",
+            found=f"tp {listed(left['tp'])} and tp {listed(right['tp'])}",
             hint="audit both at the same degrees",
         )
     document = compare(left, right)
@@ -137,7 +138,3 @@ class _Question(NamedTuple):
                 deployment = Deployment(**beside["deployment"])
         rules = parse_rules(self.parallel or ())
         return audit_document(run_audit(source, check_tp(degrees or DEFAULT_TP), rules, deployment))
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -24,13 +24,13 @@ DEFAULT_TP = (1, 2, 4, 8)
 MAX_TP = 1024
 
 
-class LayerSurvey(
-    NamedTuple
-):  # tens of thousands are made: a frozen dataclass takes thrice as long
+# Tens of thousands are made, and a frozen dataclass takes thrice as long.
+class LayerSurvey(NamedTuple):
     """One layer: what it is, how engines cut it, and the verdict on its own stored tensor.
 
     cut          how tensor parallelism cuts it; `cut_at` counts its placement in
     placements   per degree, how the ranks share it
+    whole        expert parallelism: routed experts are not cut
     """
 
     layer: QuarkLayer

@@ -204,6 +204,13 @@ def test_wrong_words_are_said_before_anything_is_read(run: Any, tmp_path: Path) 
     assert run("audit", nowhere, "--html", tmp_path / "page.txt").code == 5
 
 
+def test_aiters_tables_are_read_once(run: Any, moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr("mxfp4prep.engines.find_tuned", lambda folder: calls.append(folder))
+    run("audit", moe, "--engine", "vllm-0.33")
+    assert calls == [None]
+
+
 def test_values_are_read_only_when_asked(run: Any, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj"
     made = mxfp4_tensors(name, 64, 256, generator=torch.Generator().manual_seed(1))

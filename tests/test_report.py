@@ -467,6 +467,19 @@ def test_hostile_names_reach_the_screen_escaped(tmp_path: Path) -> None:
         assert shown in text
 
 
+def test_a_hazard_of_the_asm_path_is_not_told_of_a_group_that_takes_the_other(
+    tmp_path: Path,
+) -> None:
+    # 96 + 32 rows are 128, asm by themselves with few rows; but 96 alone is the bad tile
+    at = "model.layers.0.mlp"
+    linears = {f"{at}.gate_proj": (96, 512), f"{at}.up_proj": (32, 512)}
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "m", linears))
+    assert survey(checkpoint, (1,)).groups[0].verdicts[1].hazards == ("small_n",)
+    text = text_of(checkpoint, (1,))
+    assert "group_part" in text
+    assert "small_n" not in text
+
+
 def test_codes_that_a_file_made_up_are_escaped() -> None:
     lines = legend(["scale_cols", "\x1b[31mq"], ["\u202eh"], Screen())
     assert [line for line in lines if not line.isprintable()] == []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mxfp4prep.collector import collector_paused
-from mxfp4prep.decisions import decide
+from mxfp4prep.decisions import Decisions, decide
 from mxfp4prep.engines.fusion import kept_apart
 from mxfp4prep.engines.judge import judge
 from mxfp4prep.engines.modules import Modules, modules_of
@@ -34,18 +34,20 @@ def predict(
     *,
     switches: Mapping[str, str] = _NO_SWITCHES,
     tuned: Tuned | None = None,
+    decisions: Decisions | None = None,
 ) -> Prediction:
     """What `engine` does with every MXFP4 layer of `survey`'s checkpoint, at every degree.
 
     switches   those that are not at their defaults
     tuned      AITER's tuned tables, None where they are not known
+    decisions  what `decide` says of the survey, where the caller knows it
 
     Raises UsageError for an engine or a switch that does not exist.
     """
     table = engine_named(engine)
     values = assumed(table, switches)
     if table.own:
-        return _own(table, survey)
+        return _own(table, decide(survey) if decisions is None else decisions)
     config = survey.checkpoint.config
     model_type = str(config.get("model_type", ""))
     setting = Setting(
@@ -69,11 +71,11 @@ def predict(
     )
 
 
-def _own(engine: Engine, survey: Survey) -> Prediction:
+def _own(engine: Engine, decisions: Decisions) -> Prediction:
     """mxfp4prep's own runtime: the path that the checkpoint is prepared for."""
     known: dict[int, Mapping[int, Outcome]] = {}
     outcomes: dict[str, Mapping[int, Outcome]] = {}
-    for name, verdicts in decide(survey).items():
+    for name, verdicts in decisions.items():
         made = known.get(id(verdicts))
         if made is None:
             made = known[id(verdicts)] = {

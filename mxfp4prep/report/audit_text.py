@@ -13,8 +13,9 @@ from mxfp4prep.alignment import (
     SCALE_ROW_MULTIPLE,
     Path,
     Verdict,
+    demoted,
 )
-from mxfp4prep.decisions import Decisions
+from mxfp4prep.decisions import Decisions, distinct
 from mxfp4prep.findings import Finding
 from mxfp4prep.report.caveats import EXPERTS
 from mxfp4prep.report.cost_text import cost_lines
@@ -56,7 +57,7 @@ def audit_text(audit: Audit, screen: Screen, command: str) -> list[str]:
     groups = _group_families(survey, decisions)
     if groups:
         lines += ["", *_group_table(survey, groups, screen)]
-    seen = [v for mapping in _distinct(decisions.values()) for v in mapping.values()]
+    seen = [v for mapping in distinct(decisions.values()) for v in mapping.values()]
     seen += [verdict for family in groups for verdict in family.first[1].values()]
     lines += legend(
         (reason for v in seen for reason in v.reasons), (h for v in seen for h in v.hazards), screen
@@ -153,12 +154,6 @@ def finding_lines(finding: Finding, screen: Screen, indent: str = "  ") -> list[
     return screen.wrap(f"{screen.paint(finding.severity)}: {text}", indent, indent + "  ")
 
 
-def _distinct(
-    mappings: Iterable[Mapping[int, Verdict]],
-) -> Iterable[Mapping[int, Verdict]]:
-    return {id(mapping): mapping for mapping in mappings}.values()
-
-
 def _layer_table(survey: Survey, decisions: Decisions, screen: Screen) -> list[str]:
     def items() -> Iterator[tuple[str, tuple[object, ...], LayerSurvey]]:
         for item in survey.layers:
@@ -213,7 +208,7 @@ def _group_decision(group: GroupSurvey, decisions: Decisions) -> _Verdicts:
     for tp, verdict in group.verdicts.items():
         alone = all(decisions[member][tp].path == "asm" for member in group.members)
         if verdict.path == "asm" and not alone:
-            verdict = verdict._replace(path="triton", reasons=("group_part",))
+            verdict = demoted(verdict, "group_part")
         decided[tp] = verdict
     return decided
 

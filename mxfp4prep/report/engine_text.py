@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from mxfp4prep.decisions import distinct
 from mxfp4prep.report.families import gather
 from mxfp4prep.report.joining import listed, merge_siblings
 from mxfp4prep.report.screen import Screen, human
@@ -47,8 +48,8 @@ def _legend(prediction: Prediction, screen: Screen) -> list[str]:
     """What each path that occurs is."""
     from mxfp4prep.engines import PATHS
 
-    distinct = {id(mapping): mapping for mapping in prediction.outcomes.values()}.values()
-    paths = {made.path for mapping in distinct for made in mapping.values()} - {None}
+    outcomes = distinct(prediction.outcomes.values())
+    paths = {made.path for mapping in outcomes for made in mapping.values()} - {None}
     known = [(path, words) for path, words in PATHS.items() if path in paths]
     return [line for path, words in known for line in screen.wrap(words, f"  {path}: ", "    ")]
 

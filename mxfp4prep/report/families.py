@@ -13,7 +13,7 @@ MAX_SPANS = 4
 """Runs of numbers that are spelled out before the rest becomes `...`."""
 
 # A whole dotted part that is a number as Python prints it: 7, not 07.
-_NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")
+NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ def gather(items: Iterable[tuple[str, Hashable, T]]) -> list[Family[T]]:
 
     Items of one family have the same name but for its numbers, and equal keys.
     """
-    split = _NUMBER.split
+    split = NUMBER.split
     families: dict[tuple[Hashable, ...], Family[T]] = {}
     for name, key, item in items:
         pieces = split(name)

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, product
 from typing import TYPE_CHECKING
 
+from mxfp4prep.report.families import NUMBER
+
 if TYPE_CHECKING:
     from mxfp4prep.report import contract as c
 
-_NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")
 # As `join_modules` writes numbers: `{0..93}`, `{0,2,5..7}`, or one that stands alone.
 _NUMBERS = re.compile(r"(?<![^.])(\{[0-9.,]+\}|0|[1-9][0-9]{0,8})(?![^.])")
 _RUN = re.compile(r"(0|[1-9][0-9]{0,8})(?:\.\.(0|[1-9][0-9]{0,8}))?")
@@ -26,7 +27,7 @@ def join_modules(dtypes: Mapping[str, str]) -> list[c.OtherDocument]:
     alike: dict[tuple[tuple[str, ...], str], set[tuple[int, ...]]] = {}
     for name, dtype in dtypes.items():
         # a name that has braces itself could be misread together with others
-        pieces = [name] if "{" in name else _NUMBER.split(name)
+        pieces = [name] if "{" in name else NUMBER.split(name)
         numbers = tuple(map(int, pieces[1::2]))
         alike.setdefault((tuple(pieces[::2]), dtype), set()).add(numbers)
     return [

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from mxfp4prep.collector import collector_paused
 from mxfp4prep.cost import TRIED, Shapes, counts_all_experts, worst_path
+from mxfp4prep.decisions import distinct
 from mxfp4prep.deployment import Deployment
 from mxfp4prep.errors import printable
 from mxfp4prep.report.cost_text import flops_share, nbytes_share, percent
@@ -293,8 +294,8 @@ def _outcome_degrees(audit: Audit, outcome: str) -> list[int]:
     """The degrees at which the engine does that to some layer."""
     if audit.prediction is None:
         return []
-    distinct = {id(mapping): mapping for mapping in audit.prediction.outcomes.values()}.values()
-    return [tp for tp in audit.survey.tp if any(m[tp].outcome == outcome for m in distinct)]
+    made = list(distinct(audit.prediction.outcomes.values()))
+    return [tp for tp in audit.survey.tp if any(mapping[tp].outcome == outcome for mapping in made)]
 
 
 def _quoted(outcomes: Mapping[str, Mapping[int, Outcome]], outcome: str, tp: int) -> str:

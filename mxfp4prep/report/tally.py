@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from mxfp4prep.alignment import Path, Verdict
-from mxfp4prep.decisions import Decisions
+from mxfp4prep.decisions import Decisions, distinct
 
 if TYPE_CHECKING:
     from mxfp4prep.report import contract as c
@@ -42,8 +42,8 @@ def shares(survey: Survey, decisions: Decisions) -> dict[int, c.PathsDocument]:
 
 def degrees_of(decisions: Decisions, tp: Iterable[int], paths: frozenset[Path]) -> list[int]:
     """The degrees of `tp` at which every layer takes one of `paths`."""
-    distinct = {id(mapping): mapping for mapping in decisions.values()}.values()
-    return [degree for degree in tp if all(m[degree].path in paths for m in distinct)]
+    made = list(distinct(decisions.values()))
+    return [degree for degree in tp if all(mapping[degree].path in paths for mapping in made)]
 
 
 ASM_ONLY: frozenset[Path] = frozenset({"asm"})

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from mxfp4prep.report.families import Family, gather
+from mxfp4prep.report.families import NUMBER, Family, gather
 from mxfp4prep.report.page.cases import Case, Cases
 
 if TYPE_CHECKING:
     from mxfp4prep.report import contract as c
-
-# A whole dotted part that is a number, as `families` understands it.
-_NUMBER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")
 
 Literals = tuple[str, ...]
 
@@ -67,7 +63,7 @@ class Census:
 
 def take_census(layers: Iterable[c.LayerDocument], cases: Cases, most_rows: int) -> Census:
     """Counts `layers`; at most `most_rows` rows, the rest is told apart."""
-    split = _NUMBER.split
+    split = NUMBER.split
     counted: dict[tuple[Literals, int], _Counted] = {}
     places: dict[tuple[Literals, int], dict[int, list[Sequence[str]]]] = {}
     kinds: dict[Literals, str] = {}
