@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from mxfp4prep import commands, diff_command, prepared_commands
+from mxfp4prep import bench_command, commands, diff_command, prepared_commands
 from mxfp4prep import options as o
 from mxfp4prep.errors import IOFailed, Mxfp4PrepError, UsageError
 from mxfp4prep.report import streams
@@ -204,6 +204,7 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {  # the commands, in th
         "selfcheck Qwen3-MXFP4-mxfp4prep",
         "selfcheck Qwen3-MXFP4-mxfp4prep --device cuda --m 1,16,256 --layers '*.down_proj'",
     ),
+    bench_command.bench: bench_command.EXAMPLES,
     demo: ("demo", "demo mxfp4-demo"),
 }
 for _command, _lines in _EXAMPLES.items():

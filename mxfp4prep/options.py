@@ -243,6 +243,22 @@ BackendOpt = Annotated[
     str | None,
     typer.Option("--backend", metavar="NAME", help="aiter, triton or torch; the best if left out."),
 ]
+BackendsOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backend",
+        metavar="NAME,...",
+        help="aiter, triton or torch, separated by commas or given several times; all that can "
+        "run if left out.",
+    ),
+]
+
+
+def parse_words(texts: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The words of `--flag a,b --flag c`, in order and without repeats; None for no flag."""
+    if texts is None or len(texts) == 0:
+        return None
+    return tuple(dict.fromkeys(word.strip() for text in texts for word in text.split(",")))
 
 
 def parse_numbers(flag: str, texts: Sequence[str] | None, what: str) -> tuple[int, ...] | None:

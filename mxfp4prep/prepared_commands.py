@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from mxfp4prep import options as o
-from mxfp4prep.errors import BackendUnavailable, UsageError
+from mxfp4prep.errors import UsageError
 
 if TYPE_CHECKING:
     from mxfp4prep.report.voice import Voice
@@ -122,7 +122,7 @@ def show(
     voice: Voice = ctx.obj
     manifest = open_prepared(prepared).manifest
     if layers is not None:
-        chosen = set(_matching(layers, [record.name for record in manifest.layers]))
+        chosen = set(matching(layers, [record.name for record in manifest.layers]))
         kept = [record for record in manifest.layers if record.name in chosen]
         manifest = manifest.model_copy(update={"layers": kept})
     if format is o.Format.json:
@@ -142,6 +142,7 @@ def selfcheck(
     m: o.RowsOpt = None,
     backend: o.BackendOpt = None,
     format: o.FormatOpt = o.Format.text,
+    no_progress: o.NoProgressOpt = False,
 ) -> None:
     """Run layers on a device and compare them with float64; print error and speed.
 
@@ -149,15 +150,23 @@ def selfcheck(
     """
     from mxfp4prep import load
     from mxfp4prep.report import payload
-    from mxfp4prep.runtime.selfcheck import TOKENS
+    from mxfp4prep.runtime.devices import load_device, usable_device
+    from mxfp4prep.runtime.selfcheck import TOKENS, one_of_each
     from mxfp4prep.runtime.selfcheck import selfcheck as check
 
     voice: Voice = ctx.obj
     tokens = o.parse_numbers("--m", m, "a number of rows") or TOKENS
-    _check_device(device)
-    loaded = load(prepared, device=device, backend=backend)
-    names = None if layers is None else _matching(layers, [*loaded, *loaded.expert_prefixes])
-    rows = check(loaded, names, m=tokens)
+    target = usable_device(device, "--device")
+    loaded = load(prepared, device=load_device(target), backend=backend)
+    if layers is None:
+        names = one_of_each(loaded)
+    else:
+        names = matching(layers, [*loaded, *loaded.expert_prefixes])
+    rows = []
+    with voice.steps("checking", len(names) * len(tokens), silent=no_progress) as advance:
+        for row in check(loaded, names, device=target, backend=backend, m=tokens):
+            rows.append(row)
+            advance(1)
     document = payload.selfcheck(loaded.manifest.source.name, device, rows)
     if format is o.Format.json:
         voice.print_json(document)
@@ -169,21 +178,7 @@ def selfcheck(
         raise typer.Exit(o.EXIT_NO)
 
 
-def _check_device(device: str) -> None:
-    import torch
-
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        text = str(error).partition("\n")[0]
-        raise UsageError("--device", text, hint="for example cpu or cuda:0") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise BackendUnavailable(
-            f"--device {device}", "torch sees no GPU here", hint="--device cpu runs the reference"
-        )
-
-
-def _matching(pattern: str, names: Sequence[str]) -> list[str]:
+def matching(pattern: str, names: Sequence[str]) -> list[str]:
     """The names that the glob matches. Raises UsageError when there is none."""
     chosen = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
     if not chosen:

@@ -29,7 +29,7 @@ from mxfp4prep.errors import IOFailed
 ROOT = Path(__file__).parent.parent
 ESC = "\x1b"
 COMMAND = [sys.executable, "-m", "mxfp4prep"]
-COMMANDS = ("audit", "diff", "convert", "verify", "restore", "show", "selfcheck", "demo")
+COMMANDS = ("audit", "diff", "convert", "verify", "restore", "show", "selfcheck", "bench", "demo")
 
 LINEARS = {
     "model.layers.0.mlp.gate_proj": (640, 256),

@@ -7,10 +7,10 @@ import torch
 from prepared_factory import Layer, build
 
 import mxfp4prep
-from mxfp4prep.errors import UsageError
+from mxfp4prep.errors import BackendUnavailable, UsageError
 from mxfp4prep.layouts import LAYOUTS
-from mxfp4prep.runtime.backends import torch_backend
-from mxfp4prep.runtime.oracle import decode_rows
+from mxfp4prep.runtime.backends import BACKENDS, torch_backend
+from mxfp4prep.runtime.oracle import decode_rows, linear_oracle
 from mxfp4prep.runtime.selfcheck import selfcheck
 
 PREFIX = "model.layers.1.mlp.experts"
@@ -86,6 +86,59 @@ def test_it_keeps_no_layer(prepared):
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "cpu:0"])
 def test_device_may_be_named(prepared, device):
     assert all(row.ok for row in selfcheck(prepared, device=device, m=(1,)))
+
+
+def test_devices_without_float64_are_judged_on_the_cpu(prepared, monkeypatch):
+    """cpu:0 stands for such a device: the layer that runs there is not the one that judges."""
+    from mxfp4prep.runtime import selfcheck as module
+
+    judges, runners = [], []
+    real = torch_backend.gemm
+
+    def gemm(x, weight, *rest, **more):
+        runners.append(weight.data_ptr())
+        return real(x, weight, *rest, **more)
+
+    def oracle(layer, *rest):
+        judges.append((layer.weight.data_ptr(), layer.weight.device))
+        return linear_oracle(layer, *rest)
+
+    monkeypatch.setattr(module, "DOUBLE", ())
+    monkeypatch.setattr(module, "linear_oracle", oracle)
+    monkeypatch.setattr(torch_backend, "gemm", gemm)
+    rows = list(selfcheck(prepared, ["a.fc1", PREFIX], device="cpu:0", m=(1, 3)))
+    assert [row.ok for row in rows] == [True] * 4
+    assert {where for _, where in judges} == {torch.device("cpu")}
+    assert not {pointer for pointer, _ in judges} & set(runners)
+
+
+def test_the_backend_may_be_named(prepared, monkeypatch):
+    entry = BACKENDS["torch"]._replace(input_quants=frozenset({"mxfp4"}))
+    monkeypatch.setitem(BACKENDS, "other", entry)
+    rows = list(selfcheck(prepared, ["a.fc1", PREFIX], backend="other", m=(1,)))
+    assert [row.backend for row in rows] == ["other", "other"]
+    with pytest.raises(BackendUnavailable, match="input quantization none"):
+        list(selfcheck(prepared, ["d.fc1"], backend="other", m=(1,)))
+
+
+def test_layers_keep_the_backend_that_they_were_loaded_for(tmp_path, monkeypatch):
+    build(tmp_path, layers())
+    monkeypatch.setitem(BACKENDS, "other", BACKENDS["torch"])
+    prepared = mxfp4prep.load(tmp_path, backend="other")
+    for device in (None, "cpu", "cpu:0"):
+        (row,) = selfcheck(prepared, ["a.fc1"], device=device, m=(1,))
+        assert row.backend == "other"
+
+
+def test_experts_of_each_shape_are_checked(tmp_path):
+    other = PREFIX.replace("1", "2")
+    more = [
+        Layer(f"{other}.gate_up_proj", 64, 256, experts=3),
+        Layer(f"{other}.down_proj", 256, 32, "triton", experts=3),
+    ]
+    build(tmp_path, [*layers(), *more])
+    checked = {row.layer for row in selfcheck(mxfp4prep.load(tmp_path), m=(2,))}
+    assert {PREFIX, other} <= checked
 
 
 def test_nan_scales_must_give_nan(tmp_path):

@@ -67,6 +67,7 @@ ROOMS = [
     "commands",
     "diff_command",
     "prepared_commands",
+    "bench_command",
     "cli",
     "__main__",
 ]

@@ -36,19 +36,37 @@ def progress(
     live    draw a bar with Rich; else plain lines without cursor codes
     """
     if live:
-        with _bar(label, total, stream) as advance:
+        with _bar(label, total, stream, steps=False) as advance:
             yield advance
     else:
-        yield _Lines(label, total, stream, clock).advance
+        yield _Lines(label, total, stream, clock, steps=False).advance
 
 
 @contextmanager
-def _bar(label: str, total: int, stream: TextIO) -> Iterator[Advance]:
+def steps(
+    label: str,
+    total: int,
+    stream: TextIO,
+    *,
+    live: bool,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Advance]:
+    """As `progress`, for work that comes in `total` steps instead of bytes."""
+    if live:
+        with _bar(label, total, stream, steps=True) as advance:
+            yield advance
+    else:
+        yield _Lines(label, total, stream, clock, steps=True).advance
+
+
+@contextmanager
+def _bar(label: str, total: int, stream: TextIO, *, steps: bool) -> Iterator[Advance]:
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        MofNCompleteColumn,
         Progress,
         ProgressColumn,
         TaskProgressColumn,
@@ -57,16 +75,18 @@ def _bar(label: str, total: int, stream: TextIO) -> Iterator[Advance]:
         TransferSpeedColumn,
     )
 
-    columns: tuple[ProgressColumn, ...] = (
+    console = Console(file=stream, highlight=False)
+    facts: tuple[ProgressColumn, ...] = (DownloadColumn(), TransferSpeedColumn())
+    if console.width < WIDE_COLUMNS:
+        facts = (TaskProgressColumn(),)
+    elif steps:
+        facts = (MofNCompleteColumn(),)
+    columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        *facts,
         TimeRemainingColumn(),
     )
-    console = Console(file=stream, highlight=False)
-    if console.width < WIDE_COLUMNS:
-        columns = (columns[0], columns[1], TaskProgressColumn(), columns[4])
     with Progress(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task(escape(label), total=total)
         lock = threading.Lock()
@@ -82,10 +102,20 @@ def _bar(label: str, total: int, stream: TextIO) -> Iterator[Advance]:
 
 
 class _Lines:
-    """`label: 40 % (1.2 GB of 3.0 GB, 800 MB/s, 2 s left)`, not too often."""
+    """`label: 40 % (1.2 GB of 3.0 GB, 800 MB/s, 2 s left)`, of steps `label: 40 % (12 of 30, 2 s
+    left)`, not too often."""
 
-    def __init__(self, label: str, total: int, stream: TextIO, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        stream: TextIO,
+        clock: Callable[[], float],
+        *,
+        steps: bool,
+    ) -> None:
         self._label, self._total, self._stream, self._clock = label, total, stream, clock
+        self._steps = steps
         self._lock = threading.Lock()
         self._done = 0
         self._shown = 0.0
@@ -107,15 +137,18 @@ class _Lines:
     def _say(self, percent: float, seconds: float) -> None:
         speed = self._done / seconds
         left = (self._total - self._done) / speed if speed else 0.0
-        text = (
-            f"{self._label}: {percent:.0f} % ({human(self._done)} of {human(self._total)}, "
-            f"{human(int(speed))}/s, {left:.0f} s left)\n"
-        )
         try:
-            self._stream.write(text)
+            self._stream.write(
+                f"{self._label}: {percent:.0f} % ({self._facts(speed)}, {left:.0f} s left)\n"
+            )
             self._stream.flush()
         except OSError:
             self._last = float("inf")  # nobody listens: the work goes on without a word
+
+    def _facts(self, speed: float) -> str:
+        if self._steps:  # they differ too much for a speed
+            return f"{self._done:,} of {self._total:,}"
+        return f"{human(self._done)} of {human(self._total)}, {human(int(speed))}/s"
 
 
 class Count:

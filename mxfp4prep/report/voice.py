@@ -82,6 +82,19 @@ class Voice:
             return
         from mxfp4prep.report.progress import progress
 
-        live = sys.stderr.isatty() and self.environ.get("TERM") != "dumb"
-        with progress(label, total(), sys.stderr, live=live) as advance:
+        with progress(label, total(), sys.stderr, live=self._live()) as advance:
             yield advance
+
+    @contextmanager
+    def steps(self, label: str, total: int, *, silent: bool) -> Iterator[Advance]:
+        """As `progress`, for work of `total` steps; a function to call in any case."""
+        if silent:
+            yield lambda _: None
+            return
+        from mxfp4prep.report.progress import steps
+
+        with steps(label, total, sys.stderr, live=self._live()) as advance:
+            yield advance
+
+    def _live(self) -> bool:
+        return sys.stderr.isatty() and self.environ.get("TERM") != "dumb"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from mxfp4prep.errors import UsageError
 from mxfp4prep.runtime.backends import choose_backend
+from mxfp4prep.runtime.devices import wait_for
+from mxfp4prep.runtime.distinct import distinct
 from mxfp4prep.runtime.linear import PreparedLinear
 from mxfp4prep.runtime.oracle import experts_oracle, linear_oracle
 
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
     from mxfp4prep.runtime.experts import PreparedExperts
     from mxfp4prep.runtime.loader import Prepared
+
+Layer = TypeVar("Layer", "PreparedLinear", "PreparedExperts")
 
 TOKENS = (1, 16, 64)
 """Rows of x: decoding, a small batch, and the most for which AITER takes its small-M kernel."""
@@ -38,6 +43,9 @@ COMPARED_ROWS = 1024
 the GEMM itself."""
 
 REPEATS = 3
+
+DOUBLE = ("cpu", "cuda")
+"""Device types that compute in float64; results of others are judged on the CPU."""
 
 
 class Row(NamedTuple):
@@ -65,6 +73,7 @@ def selfcheck(
     *,
     sample: bool = True,
     device: str | torch.device | None = None,
+    backend: str | None = None,
     m: Sequence[int] = TOKENS,
     seed: int = 0,
 ) -> Iterator[Row]:
@@ -73,53 +82,74 @@ def selfcheck(
     layers   names of layers, or prefixes of experts; None takes what the checkpoint has
     sample   without `layers`: only the first of every shape, layout and scheme
     device   where to run; None is where `prepared` puts its layers
+    backend  a name from `backends()`; None is the layers' own there, elsewhere the best that can
     m        how many rows x has
 
-    Raises UsageError, before anything runs, for a name that is neither.
+    Raises UsageError, before anything runs, for a name that is neither, BackendUnavailable for a
+    backend that cannot run a layer.
     """
-    names = list(layers) if layers is not None else _choose(prepared, sample=sample)
+    if layers is not None:
+        names = list(layers)
+    else:
+        names = one_of_each(prepared) if sample else _all(prepared)
     for name in names:
         if name not in prepared and name not in prepared.expert_prefixes:
             raise UsageError(name, "no such layer", hint="`mxfp4prep show` lists them")
     where = prepared.device if device is None else torch.device(device)
-    return (row for name in names for row in _check(prepared, name, where, m, seed))
+    return (row for name in names for row in _check(prepared, name, where, backend, m, seed))
 
 
-def _choose(prepared: Prepared, *, sample: bool) -> list[str]:
-    """Experts are checked together, in their banks, not one by one."""
+def one_of_each(prepared: Prepared) -> list[str]:
+    """The first layer of every shape, layout and scheme; experts in their banks, not one by one."""
+    return [alike.name for alike in distinct(prepared)]
+
+
+def _all(prepared: Prepared) -> list[str]:
     records = [record for record in prepared.manifest.layers if record.kind != "expert"]
-    if not sample:
-        return [*(record.name for record in records), *prepared.expert_prefixes]
-    kinds: dict[tuple[object, ...], str] = {}
-    for record in records:
-        layouts = record.weight.layout, record.scale.layout
-        kinds.setdefault((record.n, record.k, layouts, record.scheme), record.name)
-    return [*kinds.values(), *prepared.expert_prefixes[:1]]
+    return [*(record.name for record in records), *prepared.expert_prefixes]
 
 
 def _check(
-    prepared: Prepared, name: str, device: torch.device, m: Sequence[int], seed: int
+    prepared: Prepared,
+    name: str,
+    device: torch.device,
+    backend: str | None,
+    m: Sequence[int],
+    seed: int,
 ) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(seed)
     layer = prepared.read(name) if name in prepared else prepared.read_experts(name)
     if device != prepared.device:
         layer = layer.to(device)
-        layer.backend = choose_backend(device.type, None, layer.paths, layer.input_quant)
+    if backend is not None or device.type != prepared.device.type:
+        layer.backend = choose_backend(
+            device.type, backend, layer.paths, layer.input_quant, layer.needs
+        )
     for rows in m:
         if isinstance(layer, PreparedLinear):
-            yield _check_linear(layer, rows, device, generator)
+            yield _check_linear(layer, _judge(layer, device), rows, device, generator)
         else:
-            yield _check_experts(layer, rows, device, generator)
+            yield _check_experts(layer, _judge(layer, device), rows, device, generator)
+
+
+def _judge(layer: Layer, device: torch.device) -> Layer:
+    """The layer where there is float64 to compare with."""
+    return layer if device.type in DOUBLE else copy.deepcopy(layer).to("cpu")
 
 
 def _check_linear(
-    layer: PreparedLinear, m: int, device: torch.device, generator: torch.Generator
+    layer: PreparedLinear,
+    judge: PreparedLinear,
+    m: int,
+    device: torch.device,
+    generator: torch.Generator,
 ) -> Row:
     x = torch.randn((m, layer.k), generator=generator).to(device, torch.bfloat16)
     y, milliseconds = _timed(lambda: layer(x), device)
-    rows = _sampled_rows(layer.n, device, generator)
-    y = y[:, rows]
-    expected, magnitude = linear_oracle(layer, x, rows)
+    there = judge.weight.device
+    rows = _sampled_rows(layer.n, there, generator)
+    y = y.to(there)[:, rows]
+    expected, magnitude = linear_oracle(judge, x.to(there), rows)
     allowed = ROUNDING * expected.abs() + ACCUMULATION * math.sqrt(layer.k) * magnitude
     error = _error(y, expected)
     ok = bool((error <= allowed.nan_to_num()).all())  # a NaN is not <= anything
@@ -136,15 +166,20 @@ def _sampled_rows(n: int, device: torch.device, generator: torch.Generator) -> T
 
 
 def _check_experts(
-    layer: PreparedExperts, m: int, device: torch.device, generator: torch.Generator
+    layer: PreparedExperts,
+    judge: PreparedExperts,
+    m: int,
+    device: torch.device,
+    generator: torch.Generator,
 ) -> Row:
     top = min(2, layer.experts)
     x = torch.randn((m, layer.hidden), generator=generator).to(device, torch.bfloat16)
     ids = torch.rand((m, layer.experts), generator=generator).topk(top).indices.to(device)
     weights = torch.rand((m, top), generator=generator).to(device)
     y, milliseconds = _timed(lambda: layer(x, weights, ids), device)
-    expected = experts_oracle(layer, x, weights, ids)
-    error = _error(y, expected)
+    there = judge.w13.device
+    expected = experts_oracle(judge, x.to(there), weights.to(there), ids.to(there))
+    error = _error(y.to(there), expected)
     ok = bool(error.norm() <= EXPERTS_TOLERANCE * expected.nan_to_num().norm())
     return _row(layer, m, error, expected, milliseconds, ok=ok)
 
@@ -163,17 +198,12 @@ def _timed(run: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, flo
     y = run()
     best = math.inf
     for _ in range(REPEATS):
-        _wait(device)
+        wait_for(device)
         start = time.perf_counter()
         y = run()
-        _wait(device)
+        wait_for(device)
         best = min(best, time.perf_counter() - start)
     return y, best * 1000
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _row(

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from importlib import resources
 
-DOCUMENTS = ("audit", "diff", "plan", "convert", "verify", "restore", "show", "selfcheck")
+DOCUMENTS = (
+    "audit",
+    "diff",
+    "plan",
+    "convert",
+    "verify",
+    "restore",
+    "show",
+    "selfcheck",
+    "bench",
+)
 """One schema each; `plan` is `convert --dry-run`, `show` is the manifest, mxfp4prep.json."""
 
 

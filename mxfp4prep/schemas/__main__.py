@@ -21,6 +21,7 @@ TYPES: dict[str, Any] = {
     "verify": contract.VerifyDocument,
     "restore": contract.RestoreDocument,
     "selfcheck": contract.SelfcheckDocument,
+    "bench": contract.BenchDocument,
 }
 
 

@@ -22,6 +22,12 @@ from mxfp4prep.report.contract.audit import (
     SharedExpertDocument,
     ValuesDocument,
 )
+from mxfp4prep.report.contract.bench import (
+    BenchDeviceDocument,
+    BenchDocument,
+    BenchRowDocument,
+    BenchSkippedDocument,
+)
 from mxfp4prep.report.contract.diff import (
     DiffChangeDocument,
     DiffCostDocument,
@@ -73,6 +79,10 @@ __all__ = [
     "ActivationDocument",
     "AuditDocument",
     "AuditSummary",
+    "BenchDeviceDocument",
+    "BenchDocument",
+    "BenchRowDocument",
+    "BenchSkippedDocument",
     "ConvertDocument",
     "CostDocument",
     "CostPathsDocument",

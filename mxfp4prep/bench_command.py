@@ -1,0 +1,94 @@
+"""The command `bench`: how long a prepared checkpoint's GEMMs take on a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from mxfp4prep import options as o
+from mxfp4prep.errors import BackendUnavailable
+from mxfp4prep.prepared_commands import matching
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mxfp4prep.report.voice import Voice
+    from mxfp4prep.runtime.benching import BenchRow, Skipped
+
+EXAMPLES = (
+    "bench Qwen3-MXFP4-mxfp4prep --device cuda:0",
+    "bench Qwen3-MXFP4-mxfp4prep --device cuda:0 --m 1,64,4096 --layers '*.down_proj'",
+    "bench Qwen3-MXFP4-mxfp4prep --device cuda:0 --backend triton --format json",
+)
+
+
+def bench(
+    ctx: typer.Context,
+    prepared: o.PreparedArg,
+    device: o.DeviceOpt = "cpu",
+    layers: o.LayersOpt = None,
+    m: o.RowsOpt = None,
+    backend: o.BackendsOpt = None,
+    format: o.FormatOpt = o.Format.text,
+    no_progress: o.NoProgressOpt = False,
+) -> None:
+    """Time each shape of layer on each backend, beside bfloat16 and what the device allows.
+
+    Weights come from memory, not from a cache. The device's bandwidth and its bfloat16 rate are
+    measured first; the floor is the time that a layer's bytes or operations take at them.
+    """
+    import torch
+
+    from mxfp4prep import load
+    from mxfp4prep.report.bench_document import bench_document
+    from mxfp4prep.runtime import benching, ceilings, devices
+    from mxfp4prep.runtime.distinct import distinct
+
+    voice: Voice = ctx.obj
+    tokens = o.parse_numbers("--m", m, "a number of rows") or benching.TOKENS
+    target = devices.usable_device(device, "--device")
+    backends = benching.usable_backends(target, o.parse_words(backend))
+    loaded = load(prepared, device=devices.load_device(target))
+    names = None if layers is None else matching(layers, [*loaded, *loaded.expert_prefixes])
+    shapes = distinct(loaded, names)
+    total = 1 + len(shapes) * len(backends) * len(tokens)
+    results: list[BenchRow | Skipped] = []
+    with voice.steps("timing", total, silent=no_progress) as advance:
+        limits = ceilings.measure_ceilings(target)
+        advance(1)
+        for result in benching.bench(loaded, shapes, backends, target, limits, m=tokens):
+            results.append(result)
+            advance(len(tokens) if result.m is None else 1)
+    _check_any(results)
+    document = bench_document(
+        loaded.manifest.source.name,
+        {
+            "device": str(target),
+            "name": devices.device_name(target),
+            "torch": torch.__version__,
+            "bandwidth": limits.bandwidth,
+            "bf16_rate": limits.rate,
+        },
+        results,
+    )
+    if format is o.Format.json:
+        voice.print_json(document)
+    else:
+        from mxfp4prep.report.bench_text import bench_text
+
+        voice.print_text(lambda screen: bench_text(document, screen))
+
+
+def _check_any(results: Sequence[BenchRow | Skipped]) -> None:
+    """Raises BackendUnavailable where nothing could run, with the first reason."""
+    from mxfp4prep.runtime.benching import Skipped
+
+    reasons = [result.reason for result in results if isinstance(result, Skipped)]
+    if reasons and len(reasons) == len(results):
+        names = " and ".join(dict.fromkeys(result.backend for result in results))
+        raise BackendUnavailable(
+            f"backend {names}",
+            f"runs none of these layers: {reasons[0]}",
+            hint="leave --backend out, or name torch",
+        )
