@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from aiter_stub import NEWEST, distribution, forget, install
 from conftest import with_path
 from prepared_factory import Layer, build
 
@@ -15,6 +16,7 @@ import mxfp4prep
 from mxfp4prep.errors import BackendUnavailable, UsageError
 from mxfp4prep.runtime.backends import (
     BACKENDS,
+    Needs,
     availability,
     backends,
     choose_backend,
@@ -79,12 +81,6 @@ def test_p86_aiter_needs_gfx950(tmp_path, versions, words):
         assert word in obstacle
 
 
-def distribution(folder: Path, name: str) -> None:
-    info = folder / f"{name.replace('-', '_')}-0.1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
-
-
 def package(folder: Path, *files: str, content: str = "raise RuntimeError('unsupported GPU')\n"):
     """A module aiter that raises when it is imported, as ROCm's does on a GPU it does not know."""
     for file in ("__init__.py", *files):
@@ -95,10 +91,12 @@ def package(folder: Path, *files: str, content: str = "raise RuntimeError('unsup
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
+    forget()
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
-    return folder
+    yield folder
+    forget()
 
 
 def test_aiter_that_is_not_installed(tmp_path, site):
@@ -137,10 +135,16 @@ def test_amd_aiter_without_its_module(tmp_path, site):
 
 
 def test_amd_aiter_is_found_without_importing_it(tmp_path, site):
-    distribution(site, "amd-aiter")
-    package(site, "ops/__init__.py", "ops/shuffle.py")
+    install(site, NEWEST, init="raise RuntimeError('unsupported GPU')\n")
     assert availability.aiter_obstacle(kfd(tmp_path / "n", 0, 90500)) is None
     assert "aiter" not in sys.modules
+
+
+def test_amd_aiter_without_the_functions_is_not_enough(tmp_path, site):
+    distribution(site, "amd-aiter", "9.9")
+    package(site, "ops/__init__.py", "ops/shuffle.py")
+    obstacle = availability.aiter_obstacle(kfd(tmp_path / "n", 0, 90500))
+    assert obstacle == "amd-aiter 9.9: it has no gemm_a4w4"
 
 
 def test_a_half_loaded_module_is_no_module(monkeypatch):
@@ -152,7 +156,9 @@ def test_a_half_loaded_module_is_no_module(monkeypatch):
 
 def test_triton_says_why_not(monkeypatch, site):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "triton is not installed" in availability.triton_obstacle()
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "triton", None)
+        assert "triton is not installed" in availability.triton_obstacle()
     (site / "triton.py").write_text("raise RuntimeError\n")
     assert "no GPU" in availability.triton_obstacle()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -187,9 +193,14 @@ def test_names_that_no_backend_has():
 
 @pytest.fixture
 def fast(monkeypatch):
-    """aiter as if it could run here, on cuda devices, for asm and triton layers of W4A4."""
-    torch_module = BACKENDS["torch"].module
-    entry = BACKENDS["aiter"]._replace(module=torch_module, obstacle=lambda: None)
+    """aiter as if it could run here, on cuda devices, for W4A4 layers that are not kept."""
+    entry = BACKENDS["aiter"]._replace(
+        module=BACKENDS["torch"].module,
+        obstacle=lambda: None,
+        paths=frozenset({"asm", "triton"}),
+        objection=lambda needs, paths: "is odd" if needs.k[0] % 2 else None,
+        failure=lambda: None,
+    )
     monkeypatch.setitem(BACKENDS, "aiter", entry)
     monkeypatch.setitem(BACKENDS, "triton", BACKENDS["triton"]._replace(module=None))
 
@@ -221,6 +232,26 @@ def test_a_named_backend_must_handle_the_layer(fast, device, paths, input_quant,
     assert choose_backend("cuda", "aiter", ("asm",), "mxfp4") == "aiter"
     with pytest.raises(BackendUnavailable, match=word):
         choose_backend(device, "aiter", paths, input_quant)
+
+
+def test_a_backend_may_object_to_a_layer(fast):
+    assert choose_backend("cuda", None, ("asm",), "mxfp4", Needs(k=(2,))) == "aiter"
+    assert choose_backend("cuda", None, ("asm",), "mxfp4", Needs(k=(3,))) == "torch"
+    with pytest.raises(BackendUnavailable, match="backend aiter: is odd"):
+        choose_backend("cuda", "aiter", ("asm",), "mxfp4", Needs(k=(3,)))
+
+
+def test_a_backend_that_does_not_load_is_asked_last_and_passed_over(fast, monkeypatch):
+    asked = []
+    entry = BACKENDS["aiter"]._replace(failure=lambda: asked.append(1) or "fails to import")
+    monkeypatch.setitem(BACKENDS, "aiter", entry)
+    assert choose_backend("cuda", "aiter") == "aiter"
+    assert choose_backend("cuda", None, ("asm",), "mxfp4", Needs(k=(3,))) == "torch"
+    assert choose_backend("cpu", None, ("asm",), "mxfp4", Needs(k=(2,))) == "torch"
+    assert asked == []
+    assert choose_backend("cuda", None, ("asm",), "mxfp4", Needs(k=(2,))) == "torch"
+    with pytest.raises(BackendUnavailable, match="fails to import"):
+        choose_backend("cuda", "aiter", ("asm",), "mxfp4", Needs(k=(2,)))
 
 
 def test_load_refuses_a_backend_that_cannot_run(tmp_path):

@@ -67,11 +67,28 @@ class BackendStatus(NamedTuple):
     reason: str
 
 
+class Needs(NamedTuple):
+    """What a layer asks of a backend beyond its paths and inputs.
+
+    k            columns of its matrices
+    activation   of experts, None for a linear layer; so are gate_up and limit
+    """
+
+    k: tuple[int, ...]
+    gate_up: str | None = None
+    activation: str | None = None
+    limit: float | None = None
+    has_bias: bool = False
+
+
 class _Entry(NamedTuple):
     """What is known about a backend without importing it; None in place of a set means all.
 
-    module     where it is, None while this version does not have it
-    obstacle   why it cannot run on this machine, or None
+    module      where it is, None while this version does not have it
+    obstacle    why it cannot run on this machine, or None
+    objection   why it cannot run a layer with these needs and paths, or None; asked only where
+                there is no obstacle
+    failure     why it does not load after all, or None: asked last, since it imports the backend
     """
 
     module: str | None
@@ -80,19 +97,22 @@ class _Entry(NamedTuple):
     devices: frozenset[str] | None = None
     paths: frozenset[str] | None = None
     input_quants: frozenset[str] | None = None
+    objection: Callable[[Needs, tuple[str, ...]], str | None] | None = None
+    failure: Callable[[], str | None] | None = None
 
 
 BACKENDS: dict[str, _Entry] = {  # in order of preference
     "aiter": _Entry(
-        module=None,
+        module="mxfp4prep.runtime.backends.aiter_backend",
         what="ROCm AITER on gfx950",
         obstacle=lambda: availability.aiter_obstacle(),
         devices=frozenset({"cuda"}),
-        paths=frozenset({"asm", "triton"}),
         input_quants=frozenset({"mxfp4"}),
+        objection=lambda needs, paths: availability.aiter_objection(needs, paths),
+        failure=lambda: availability.aiter_failure(),
     ),
     "triton": _Entry(
-        module=None,
+        module="mxfp4prep.runtime.backends.triton_backend",
         what="Triton kernels on a GPU",
         obstacle=lambda: availability.triton_obstacle(),
         devices=frozenset({"cuda"}),
@@ -123,10 +143,11 @@ def choose_backend(
     requested: str | None = None,
     paths: tuple[str, ...] = (),
     input_quant: str | None = None,
+    needs: Needs | None = None,
 ) -> str:
     """The backend for layers on a device: the requested one, or the best that can run them.
 
-    paths, input_quant   what the layer needs, where a layer is meant
+    paths, input_quant, needs   what the layer asks for, where a layer is meant
 
     Raises UsageError for an unknown name, BackendUnavailable for one that cannot run there.
     """
@@ -134,13 +155,17 @@ def choose_backend(
         return next(
             name
             for name in BACKENDS
-            if _misfit(name, device_type, paths, input_quant) is None and _status(name).available
+            if _misfit(name, device_type, paths, input_quant) is None
+            and _status(name).available
+            and _objection(name, paths, needs) is None
         )
     if requested not in BACKENDS:
         known = " or ".join(BACKENDS)
         raise UsageError("backend", "unknown", found=repr(requested), expected=known)
     status = _status(requested)
     misfit = _misfit(requested, device_type, paths, input_quant)
+    if misfit is None and status.available:
+        misfit = _objection(requested, paths, needs)
     if misfit is not None or not status.available:
         raise BackendUnavailable(
             f"backend {requested}",
@@ -163,6 +188,17 @@ def _misfit(
         if handled is not None and found not in handled:
             return f"does not handle {what} {found}, only {', '.join(sorted(handled))}"
     return None
+
+
+def _objection(name: str, paths: tuple[str, ...], needs: Needs | None) -> str | None:
+    """Why a backend that could run here does not run this layer, or None. Loads it, if all fits."""
+    entry = BACKENDS[name]
+    if needs is None:
+        return None
+    objection = None if entry.objection is None else entry.objection(needs, paths)
+    if objection is None and entry.failure is not None:
+        objection = entry.failure()
+    return objection
 
 
 def implementation(name: str) -> Backend:

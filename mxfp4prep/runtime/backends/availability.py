@@ -7,14 +7,28 @@ raises on GPUs it does not know, and PyPI has an unrelated package of the same i
 from __future__ import annotations
 
 import importlib.util
+import sys
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mxfp4prep.errors import BackendUnavailable
+from mxfp4prep.runtime.backends.aiter_functions import (
+    DISTRIBUTION,
+    Functions,
+    bound,
+    read_functions,
+)
+from mxfp4prep.runtime.backends.aiter_limits import objection
+
+if TYPE_CHECKING:
+    from mxfp4prep.runtime.backends import Needs
 
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 """One folder per CPU and GPU that the amdgpu driver drives (Linux, amdkfd)."""
 
 AITER_GFX = "gfx950"
-AITER_DISTRIBUTION = "amd-aiter"
 INSTALL_AITER = "install ROCm's with `pip install amd-aiter`"
 
 
@@ -49,7 +63,11 @@ def _gfx_name(version: int) -> str:
 
 
 def aiter_obstacle(nodes: Path = KFD_NODES) -> str | None:
-    """Why AITER's FP4 GEMMs cannot run here, or None where they can."""
+    """Why AITER's FP4 GEMMs cannot run here, or None where they can: the one place that says so.
+
+    The GPU by KFD, the package by its distribution, its functions by their source. Whether they
+    also import is only known once a layer wants them.
+    """
     targets = gfx_targets(nodes)
     if AITER_GFX not in targets:
         found = ", ".join(dict.fromkeys(targets)) or "no AMD GPU"
@@ -58,14 +76,52 @@ def aiter_obstacle(nodes: Path = KFD_NODES) -> str | None:
 
 
 def aiter_package_obstacle() -> str | None:
-    """Why the installed packages do not hold ROCm's aiter, or None where they do."""
+    """Why the installed packages do not hold ROCm's aiter as the backend needs it, or None."""
+    try:
+        installed_aiter()
+    except BackendUnavailable as error:
+        return f"{error.where}: {error.what}" if error.where != DISTRIBUTION else error.what
+    return None
+
+
+def installed_aiter() -> Functions:
+    """The functions of the installed amd-aiter, read without importing it.
+
+    Raises BackendUnavailable where it is not installed, hidden by another module, or lacks one.
+    """
+    return _installed_aiter(tuple(sys.path))
+
+
+@lru_cache(maxsize=4)
+def _installed_aiter(_search: tuple[str, ...]) -> Functions:
+    """As `installed_aiter`, which a model with thousands of layers asks for each."""
     location = _module_location("aiter")
-    if _installed(AITER_DISTRIBUTION):
-        if location is None:
-            return f"{AITER_DISTRIBUTION} is installed, but its module aiter is not found"
-        if not (location / "ops" / "shuffle.py").is_file():
-            return f"module aiter at {location} hides the one of {AITER_DISTRIBUTION}"
-        return None
+    if not _installed(DISTRIBUTION):
+        raise BackendUnavailable(DISTRIBUTION, _without_distribution(location))
+    if location is None:
+        what = f"{DISTRIBUTION} is installed, but its module aiter is not found"
+        raise BackendUnavailable(DISTRIBUTION, what)
+    if not (location / "ops" / "shuffle.py").is_file():
+        what = f"module aiter at {location} hides the one of {DISTRIBUTION}"
+        raise BackendUnavailable(DISTRIBUTION, what)
+    return read_functions(location, metadata.version(DISTRIBUTION))
+
+
+def aiter_objection(needs: Needs, paths: tuple[str, ...]) -> str | None:
+    """What about a layer the installed amd-aiter does not handle, or None."""
+    return objection(installed_aiter(), needs, paths)
+
+
+def aiter_failure() -> str | None:
+    """Why the installed amd-aiter does not import, or None. Imports it, the first time."""
+    try:
+        bound(installed_aiter())
+    except BackendUnavailable as error:
+        return error.what
+    return None
+
+
+def _without_distribution(location: Path | None) -> str:
     if _installed("aiter"):
         return (
             "the installed package aiter is another one (asynchronous iterators, from PyPI): "
@@ -73,7 +129,7 @@ def aiter_package_obstacle() -> str | None:
         )
     if location is not None:
         return f"module aiter at {location} is not ROCm's: {INSTALL_AITER}"
-    return f"{AITER_DISTRIBUTION} is not installed: {INSTALL_AITER}"
+    return f"{DISTRIBUTION} is not installed: {INSTALL_AITER}"
 
 
 def triton_obstacle() -> str | None:
