@@ -233,7 +233,13 @@ def parse(raw: bytes, where: str = MANIFEST_NAME) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise InvalidManifest(where, f"{place}: {first['msg']}") from None
+        found = first["input"]
+        raise InvalidManifest(
+            where,
+            f"{place}: {first['msg']}",
+            found=None if first["type"] == "missing" else repr(found),
+            hint="copy the checkpoint again, or convert the source again",
+        ) from None
 
 
 def json_schema() -> dict[str, Any]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import FIXTURES, with_path
 from test_convert import converted, files_of
+
+import mxfp4prep
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -110,3 +114,118 @@ def test_load_and_run_a_prepared_directory(empty, tmp_path):
     text = run("03_load_and_run.py", out, cwd=empty)
     assert "PreparedLinear(n=192, k=640, path=triton, scheme=w4a4" in text
     assert "two ranks of 192 x 320:" in text
+
+
+BLOCKS = [
+    "gate and up, column-parallel",
+    "down, row-parallel",
+    "gate and up, then down",
+    "qkv, attention, then o",
+    "experts",
+]
+"""What the tensor-parallel example adds up, in its order."""
+
+
+def torchrun(ranks, *program, cwd):
+    """The example's ranks as processes on the CPU; what they said, whatever their exit codes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node", str(ranks), *map(str, program)],
+        env=with_path(ROOT) | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def bytes_read(text):
+    """Per rank, and of the whole, as the example printed them."""
+    found = re.findall(r"^rank \d+ read ([\d,]+) of ([\d,]+) bytes", text, re.MULTILINE)
+    ranks = [int(each.replace(",", "")) for each, _ in found]
+    return ranks, int(found[0][1].replace(",", ""))
+
+
+def test_tensor_parallel_alone(empty):
+    lines = run("04_tensor_parallel.py", cwd=empty).splitlines()
+    assert [line.partition(": error")[0] for line in lines[:5]] == BLOCKS
+    assert lines[-1] == "5 blocks on 1 ranks, gloo: sums equal the whole"
+
+
+def test_tensor_parallel_under_torchrun(empty):
+    done = torchrun(2, EXAMPLES / "04_tensor_parallel.py", cwd=empty)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for line, block in zip(lines, BLOCKS, strict=False):
+        assert re.fullmatch(rf"{block}: error \S+, at most \S+: equal", line)
+    assert lines[-1] == "5 blocks on 2 ranks, gloo: sums equal the whole"
+    ranks, whole = bytes_read(done.stdout)
+    kv = 2 * 64 * (512 // 2 + 512 // 32)  # rows of the one K and V head that both ranks hold
+    assert sum(ranks) == whole + kv
+    assert ranks[0] == ranks[1]
+    assert list(empty.iterdir()) == []
+
+
+def test_tensor_parallel_of_a_prepared_directory(empty, tmp_path):
+    out = converted(FIXTURES / "llama-w4a4-aligned", tmp_path / "out").out
+    done = torchrun(2, EXAMPLES / "04_tensor_parallel.py", out, cwd=empty)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("4 blocks on 2 ranks, gloo: sums equal the whole\n")
+
+
+def test_tensor_parallel_says_what_cannot_be_cut(empty, tmp_path):
+    out = converted(FIXTURES / "qwen2moe-w4a4-shared-expert", tmp_path / "out").out
+    done = torchrun(2, EXAMPLES / "04_tensor_parallel.py", out, cwd=empty)
+    assert done.returncode != 0
+    assert "exitcode  : 2" in done.stderr
+    assert done.stdout.startswith("cannot be cut for 2 ranks: model.layers.0.mlp.experts.0.down")
+    assert "1.5 groups; it can be cut at tp 1" in done.stdout
+
+
+WRONG = """
+import runpy, sys
+import mxfp4prep
+right = mxfp4prep.load
+mxfp4prep.load = lambda *args, tp_rank=0, **rest: right(*args, tp_rank=0, **rest)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_tensor_parallel_fails_where_a_rank_holds_another_ranks_piece(empty, tmp_path):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    example = EXAMPLES / "04_tensor_parallel.py"
+    done = torchrun(2, tmp_path / "wrong.py", example, cwd=empty)
+    assert done.returncode != 0
+    assert "exitcode  : 1" in done.stderr
+    assert done.stdout.count("MISMATCH") == len(BLOCKS)
+    assert done.stdout.endswith("5 blocks on 2 ranks, gloo: sums DIFFER from the whole\n")
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel(tmp_path_factory):
+    """The example as a module, and the checkpoint that it makes for two ranks."""
+    path = EXAMPLES / "04_tensor_parallel.py"
+    spec = importlib.util.spec_from_file_location("tensor_parallel_example", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    return module, module.prepare(tmp_path_factory.mktemp("tensor-parallel"), 4)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_every_block_of_the_sum_can_fail(tensor_parallel, tp, wrong):
+    """Rank 1 holding its own piece, or that of rank 0."""
+    module, root = tensor_parallel
+    whole = mxfp4prep.load(root)
+    total = {}
+    for rank in range(tp):
+        held = 0 if wrong and rank == 1 else rank
+        prepared = mxfp4prep.load(root, tp_rank=held, tp_size=tp)
+        for what, _, output in module.partials(prepared, rank):
+            total[what] = total.get(what, 0) + output
+    assert list(total) == BLOCKS
+    for what, bound, expected in module.partials(whole, 0):
+        error = module.error(total[what], expected)
+        assert error > 0.3 if wrong else error <= bound, what

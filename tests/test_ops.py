@@ -6,16 +6,19 @@ import inspect
 
 import pytest
 import torch
+import torch._dynamo.testing
 from prepared_factory import LAYOUT_IDS, lay_out
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxfp4prep.errors import UsageError
+from mxfp4prep.errors import Unsupported, UsageError
 from mxfp4prep.manifest import ActivationRecord
 from mxfp4prep.runtime import ops
 from mxfp4prep.runtime.experts import PreparedExperts
 from mxfp4prep.runtime.linear import PreparedLinear
+from mxfp4prep.runtime.shared_expert import SharedExpert, SharedGate
+from mxfp4prep.runtime.spreading import Turn
 
-TOKENS = [0, 1, 7, 31, 32, 33]
+TOKENS = [0, 1, 31, 32, 33, 4097]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 W4A4 = ActivationRecord(dtype="fp4", scale_mode="even", static=False)
 
@@ -65,11 +68,32 @@ def test_p25_fake_equals_real(make, dtype, m):
             k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()
         }
         fake = operator(*faked, **named)
-    assert fake.shape == real.shape
-    assert fake.dtype == real.dtype == dtype
-    assert fake.stride() == real.stride()
+    meta = operator(*on_meta(args), **dict(zip(kwargs, on_meta(kwargs.values()), strict=True)))
+    for made in (fake, meta):
+        assert made.shape == real.shape
+        assert made.dtype == real.dtype == dtype
+        assert made.stride() == real.stride()
+        assert made.storage_offset() == real.storage_offset() == 0
     assert fake.device == real.device
+    assert meta.is_meta
     assert real.shape[0] == m
+
+
+def on_meta(values):
+    return [value.to("meta") if isinstance(value, torch.Tensor) else value for value in values]
+
+
+@pytest.mark.parametrize("make", [gemm_call, moe_call])
+def test_strides_of_the_answer_do_not_depend_on_those_of_x(make):
+    args, kwargs = make(6, torch.bfloat16)
+    operator = getattr(torch.ops.mxfp4prep, "gemm" if make is gemm_call else "fused_moe")
+    x = args[0].T.contiguous().T  # column-major
+    real = operator(x, *args[1:], **kwargs)
+    assert torch.equal(real, operator(*args, **kwargs))
+    meta = operator(
+        *on_meta((x, *args[1:])), **dict(zip(kwargs, on_meta(kwargs.values()), strict=True))
+    )
+    assert meta.stride() == real.stride() == (real.shape[1], 1)
 
 
 @pytest.mark.parametrize("name", ["gemm", "fused_moe"])
@@ -108,10 +132,53 @@ def test_opcheck_gemm(m, path):
     torch.library.opcheck(torch.ops.mxfp4prep.gemm.default, args, kwargs)
 
 
-@pytest.mark.parametrize("t", [0, 5])
-def test_opcheck_fused_moe(t):
-    args, kwargs = moe_call(t, torch.bfloat16)
+@pytest.mark.parametrize("t", [0, 1, 33])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_opcheck_fused_moe(t, dtype):
+    args, kwargs = moe_call(t, dtype)
+    args[6][:, 1] = -1
     torch.library.opcheck(torch.ops.mxfp4prep.fused_moe.default, args, kwargs)
+
+
+def test_every_operator_is_checked_above():
+    assert set(ops.FAKES) == {"gemm", "fused_moe"}
+
+
+@pytest.mark.parametrize("make", [gemm_call, moe_call])
+def test_there_is_no_gradient_and_it_says_so(make):
+    args, kwargs = make(3, torch.float32)
+    operator = getattr(torch.ops.mxfp4prep, "gemm" if make is gemm_call else "fused_moe")
+    x = args[0].clone().requires_grad_()
+    y = operator(x, *args[1:], **kwargs)
+    assert torch.equal(y, operator(*args, **kwargs)), "serving such an x is no error"
+    with pytest.raises(Unsupported, match="no gradient") as caught:
+        y.sum().backward()
+    assert "torch.no_grad()" in caught.value.hint
+    with torch.no_grad():
+        assert not operator(x, *args[1:], **kwargs).requires_grad
+
+
+def test_compile_of_an_input_that_requires_grad():
+    torch._dynamo.reset()
+    layer = linear()
+    x = torch.ones((3, 256), requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="has no gradient"):
+        compiled(x)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("make", [gemm_call, moe_call])
+def test_autocast_changes_nothing(make):
+    args, kwargs = make(5, torch.float32)
+    operator = getattr(torch.ops.mxfp4prep, "gemm" if make is gemm_call else "fused_moe")
+    plain = operator(*args, **kwargs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = operator(*args, **kwargs)
+    assert inside.dtype == torch.float32
+    assert torch.equal(inside, plain)
 
 
 def test_unknown_backend_is_refused():
@@ -145,20 +212,25 @@ def test_compile_with_dynamic_m_compiles_once():
     layer = linear()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
-    for m in (2, 3, 31, 32, 33, 64):
+    for m in (2, 3, 31, 32, 33, 64, 4097):
         assert compiled(torch.zeros(m, 256, dtype=torch.bfloat16)).shape == (m, 64)
     assert counter.frame_count == 1
 
 
-def test_compile_experts_as_one_graph():
-    torch._dynamo.reset()
+def experts(kind: str = "routed") -> PreparedExperts:
+    """Three experts in the banks: all routed, or one of them or another MLP a shared one."""
     args, kwargs = moe_call(4, torch.bfloat16)
-    x, w13, w13_scale, w2, w2_scale, weights, ids = args[:7]
-    experts = PreparedExperts(
-        w13,
-        w13_scale,
-        w2,
-        w2_scale,
+    if kind == "separate":
+        up = tuple(plain_linear(64, 256) for _ in range(2))
+        kwargs["shared"] = SharedExpert(up, plain_linear(256, 64))
+    if kind != "routed":
+        kwargs["shared_gate"] = SharedGate(torch.linspace(-1, 1, 256).view(1, 256).bfloat16())
+        kwargs["shared_slots"] = int(kind == "fused")
+        kwargs["turn"] = Turn(1, 2)
+        here = torch.arange(4) if kind == "separate" else torch.arange(4) - 1
+        kwargs["expert_map"] = here.where((here >= 0) & (here < 3 - (kind == "fused")), -1).int()
+    return PreparedExperts(
+        *args[1:5],
         hidden=256,
         intermediate=64,
         w13_path="asm",
@@ -167,6 +239,79 @@ def test_compile_experts_as_one_graph():
         input_activation=W4A4,
         **kwargs,
     )
-    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager", dynamic=True)
-    assert torch.equal(compiled(x, weights, ids), experts(x, weights, ids))
-    assert torch.equal(compiled(x[:3], weights[:3], ids[:3]), experts(x[:3], weights[:3], ids[:3]))
+
+
+def plain_linear(n: int, k: int) -> PreparedLinear:
+    weight, scale = stored(n, k, "triton")
+    return PreparedLinear(weight, scale, n=n, k=k, path="triton", scheme="w4a4", activation=W4A4)
+
+
+def expert_inputs(t: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(t)
+    x = torch.randn((t, 256), generator=generator).bfloat16()
+    ids = torch.randint(0, experts, (t, 2), generator=generator)
+    return x, torch.rand((t, 2), generator=generator), ids
+
+
+KINDS = ["routed", "fused", "separate"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_answer_on_meta_and_with_fake_tensors(kind):
+    inputs = expert_inputs(5, 3)
+    module = experts(kind)
+    real = module(*inputs)
+    meta = experts(kind).to("meta")(*on_meta(inputs))
+    assert meta.is_meta
+    assert (meta.shape, meta.dtype, meta.stride()) == (real.shape, real.dtype, real.stride())
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = module(*(mode.from_tensor(tensor) for tensor in inputs))
+    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+    y = linear().to("meta")(torch.empty((2, 3, 256), dtype=torch.float16, device="meta"))
+    assert (y.shape, y.dtype, y.is_meta) == ((2, 3, 64), torch.float16, True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compile_experts_once(kind):
+    """dynamic=True: one graph from two tokens on; torch specializes sizes of 0 and 1.
+
+    Two ranks take turns at a separate shared expert, so that its layers see one row of two tokens.
+    """
+    torch._dynamo.reset()
+    module = experts(kind)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter, dynamic=True)
+    with torch.no_grad():
+        for t in (31, 4 if kind == "separate" else 2, 32, 33, 4097):
+            inputs = expert_inputs(t, module.experts)
+            assert torch.equal(compiled(*inputs), module(*inputs))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", ["linear", *KINDS])
+def test_one_graph_for_any_number_of_rows_where_it_is_unbacked(kind):
+    """mark_unbacked: 0 and 1 are no special sizes then. A shape_id says that sizes are equal."""
+    torch._dynamo.reset()
+    module = linear() if kind == "linear" else experts(kind)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        for t in (31, 1, 0, 2, 32, 33, 4097):
+            inputs = expert_inputs(t, 3 if kind == "linear" else module.experts)
+            inputs = inputs[:1] if kind == "linear" else inputs
+            wanted = module(*inputs)
+            for tensor in inputs:
+                torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="tokens")
+            assert torch.equal(compiled(*inputs), wanted)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_compile_experts_with_inductor():
+    torch._dynamo.reset()
+    for kind in KINDS:
+        module = experts(kind)
+        inputs = expert_inputs(5, module.experts)
+        compiled = torch.compile(module, fullgraph=True, dynamic=True)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*inputs), module(*inputs))

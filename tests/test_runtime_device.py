@@ -59,3 +59,54 @@ def test_compiled_on_the_gpu(root):
     for m in (1, 33):
         x = torch.randn((m, 512), device="cuda", dtype=torch.bfloat16)
         assert torch.equal(compiled(x), layer(x))
+
+
+def captured(run, *inputs):
+    """`run` as a CUDA graph; the returned function answers for new values of the inputs."""
+    held = [tensor.clone() for tensor in inputs]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(*held)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(*held)
+
+    def replay(*values):
+        for place, value in zip(held, values, strict=True):
+            place.copy_(value)
+        graph.replay()
+        return y.clone()
+
+    return replay
+
+
+@pytest.mark.parametrize("m", [1, 31, 33])
+@pytest.mark.parametrize("name", ["a.fc1", "b.fc1", "c.fc1", "d.fc1", "e.fc1", "f.fc1"])
+def test_gemm_in_a_cuda_graph(root, name, m):
+    layer = mxfp4prep.load(root, device="cuda", backend="triton")[name]
+    xs = [torch.randn((m, layer.k), device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    replay = captured(layer, xs[0])
+    for x in xs:
+        assert torch.equal(replay(x), layer(x))
+
+
+@pytest.mark.parametrize("m", [1, 31, 33])
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_fused_moe_in_a_cuda_graph(root, m, ep_size):
+    """Replayed with another routing: nothing of the first one is baked in."""
+    prepared = mxfp4prep.load(root, device="cuda", backend="triton", ep_size=ep_size)
+    moe = prepared.experts(PREFIX)
+    calls = []
+    for _ in range(3):
+        x = torch.randn((m, moe.hidden), device="cuda", dtype=torch.bfloat16)
+        ids = torch.rand((m, moe.experts), device="cuda").topk(2).indices
+        calls.append((x, torch.rand((m, 2), device="cuda"), ids))
+    replay = captured(moe, *calls[0])
+    for call in calls:
+        # sums over experts may be added up in another order
+        torch.testing.assert_close(replay(*call), moe(*call), rtol=2e-2, atol=2e-2)
+    nowhere = (calls[0][0], calls[0][1], torch.full_like(calls[0][2], -1))
+    assert not replay(*nowhere).any()

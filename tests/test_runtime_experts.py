@@ -6,7 +6,16 @@ import warnings
 
 import pytest
 import torch
-from prepared_factory import Layer, build, edit_manifest, fake_quantize64
+from moe_cases import Expert, pairwise, routed64
+from prepared_factory import (
+    LAYOUT_IDS,
+    Layer,
+    build,
+    decode64,
+    edit_manifest,
+    fake_quantize64,
+    lay_out,
+)
 
 import mxfp4prep
 from mxfp4prep import RepackWarning
@@ -422,6 +431,7 @@ def test_weights_only(tmp_path):
         ({"model_type": "gpt_oss", "hidden_act": "silu"}, ("swigluoai", 7.0)),
         ({"model_type": "gpt_oss", "swiglu_limit": 5}, ("swigluoai", 5.0)),
         ({"text_config": {"hidden_act": "swish"}, "hidden_act": "gelu"}, ("silu", None)),
+        ({"hidden_act": "silu", "swiglu_limits": [0.0, None]}, ("silu", None)),
     ],
 )
 def test_activation_of_config(config, expected):
@@ -432,6 +442,8 @@ def test_unknown_activations(tmp_path):
     with pytest.raises(Unsupported, match="relu2") as caught:
         activation_of_config({"hidden_act": "relu2"}, "x")
     assert "activation=" in caught.value.hint
+    with pytest.raises(Unsupported, match="swiglu_limits_shared: clamps that differ"):
+        activation_of_config({"hidden_act": "silu", "swiglu_limits_shared": [0, 7.0]}, "x")
     build(tmp_path, per_expert())
     with pytest.raises(UsageError, match="tanh"):
         mxfp4prep.load(tmp_path).experts(PREFIX, "tanh")
@@ -443,7 +455,7 @@ def test_gelu_tanh_is_torchs():
     assert torch.equal(found, torch.nn.functional.gelu(values, approximate="tanh"))
 
 
-@pytest.mark.parametrize("wrong", [-1, EXPERTS])
+@pytest.mark.parametrize("wrong", [-2, EXPERTS])
 def test_ids_that_no_expert_has(tmp_path, wrong):
     build(tmp_path, per_expert())
     moe = mxfp4prep.load(tmp_path).experts(PREFIX)
@@ -473,6 +485,99 @@ def test_wrong_calls_are_named(tmp_path, change):
     moe = mxfp4prep.load(tmp_path).experts(PREFIX)
     with pytest.raises(UsageError, match=PREFIX):
         moe(*change(*routing()))
+
+
+H, W, E, T = 256, 256, 4, 7
+CASES_BY_PAIRS = list(
+    pairwise(
+        activation=("silu", "gelu", "gelu_tanh", "swigluoai"),
+        order=("concatenated", "interleaved"),
+        biases=((False, False), (True, False), (False, True), (True, True)),
+        pads=((0, 0), (32, 0), (0, 32), (40, 24)),
+        paths=(("asm", "asm"), ("triton", "kept"), ("kept", "asm"), ("asm", "triton")),
+        limit=(None, 0.5),
+        quant=("mxfp4", "none"),
+        dtype=(torch.float32, torch.bfloat16, torch.float16),
+        ids=("distinct", "elsewhere", "twice", "one"),
+    )
+)
+
+
+def ids_of(kind: str, generator: torch.Generator) -> torch.Tensor:
+    """(T, 3) int32; expert E - 1 is never hit."""
+    ids = torch.rand((T, E - 1), generator=generator).argsort(dim=-1).int()
+    if kind == "elsewhere":
+        ids[ids == 0] = -1
+        ids[3] = -1
+    if kind == "twice":
+        ids[:, 2] = ids[:, 0]
+    if kind == "one":
+        ids[:] = 1
+    return ids
+
+
+@pytest.mark.parametrize(
+    "case", CASES_BY_PAIRS, ids=["-".join(map(str, c.values())) for c in CASES_BY_PAIRS]
+)
+def test_the_operator_is_what_its_docstring_says(case):
+    """Every pair of options; padding, experts nobody hits and weights of slots of -1 are NaN."""
+    generator = torch.Generator().manual_seed(3)
+    hidden_pad, pad = case["pads"]
+    rows = torch.arange(2 * W)
+    value = rows // 2 if case["order"] == "interleaved" else rows % W
+    is_gate = rows % 2 == 0 if case["order"] == "interleaved" else rows < W
+
+    def bank(n, k):
+        packed = torch.randint(0, 256, (E, n, k // 2), dtype=torch.uint8, generator=generator)
+        scale = torch.randint(118, 124, (E, n, k // 32), dtype=torch.uint8, generator=generator)
+        return packed, scale
+
+    (w13, s13), (w2, s2) = bank(2 * W, H), bank(H, W)
+    bias1 = torch.randn((E, 2 * W), generator=generator).bfloat16() if case["biases"][0] else None
+    bias2 = torch.randn((E, H), generator=generator).bfloat16() if case["biases"][1] else None
+    used, kept = H - hidden_pad, value < W - pad
+    experts = []
+    for e in range(E):
+        both = decode64(w13[e], s13[e], H)[:, :used]
+        added = torch.zeros(2 * W) if bias1 is None else bias1[e]
+        down = decode64(w2[e], s2[e], W)[:used, : W - pad]
+        halves = [(both[kept & half], added[kept & half].double()) for half in (is_gate, ~is_gate)]
+        last = torch.zeros(used) if bias2 is None else bias2[e, :used]
+        matrices = halves[0][0], halves[1][0], down
+        experts.append(Expert(*matrices, halves[0][1], halves[1][1], last.double()))
+    s13[:, ~kept], s2[:, used:], s13[E - 1], s2[E - 1] = 255, 255, 255, 255
+    if hidden_pad:
+        s13[..., -(hidden_pad // 32) :] = 255
+    x = torch.randn((T, H), generator=generator).to(case["dtype"])
+    x[:, used:] = torch.nan
+    ids = ids_of(case["ids"], generator)
+    weights = torch.rand(ids.shape, generator=generator).masked_fill(ids == -1, torch.nan)
+    operands = []
+    for packed, scale, path in ((w13, s13, case["paths"][0]), (w2, s2, case["paths"][1])):
+        layouts = LAYOUT_IDS[path]
+        operands += [lay_out(packed, layouts[0]), lay_out(scale, layouts[1])]
+    y = torch.ops.mxfp4prep.fused_moe(
+        x, *operands, weights, ids, W, *case["paths"], case["quant"],
+        activation=case["activation"], limit=case["limit"], gate_up=case["order"],
+        hidden_pad=hidden_pad, intermediate_pad=pad, bias1=bias1, bias2=bias2,
+    )  # fmt: skip
+    quantize = fake_quantize64 if case["quant"] == "mxfp4" else torch.Tensor.double
+    how = case["activation"], case["limit"], quantize
+    wanted = routed64(experts, x[:, :used].double(), weights, ids, *how)
+    assert (y.dtype, y.shape, y.is_contiguous()) == (case["dtype"], x.shape, True)
+    assert torch.equal(y[:, used:], torch.zeros_like(y[:, used:]))
+    rounding = {torch.float32: 1e-4, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+    assert (y[:, :used] - wanted).norm() <= rounding[case["dtype"]] * wanted.norm()
+    if case["ids"] == "elsewhere":
+        assert not y[3].any()
+
+
+def test_every_pair_of_options_is_in_some_case():
+    assert len(CASES_BY_PAIRS) < 40
+    for a, b in (("activation", "order"), ("paths", "pads"), ("ids", "biases"), ("limit", "dtype")):
+        pairs = {(case[a], case[b]) for case in CASES_BY_PAIRS}
+        sizes = [len({case[name] for case in CASES_BY_PAIRS}) for name in (a, b)]
+        assert len(pairs) == sizes[0] * sizes[1]
 
 
 @pytest.mark.parametrize("order", ["concatenated", "interleaved"])

@@ -14,7 +14,7 @@ import mxfp4prep
 from mxfp4prep.errors import LayoutError, Unsupported
 from mxfp4prep.layouts import LAYOUTS
 from mxfp4prep.runtime.opening import open_for_serving
-from mxfp4prep.runtime.reading import DTYPES, Operand, Reader, Target, place_piece
+from mxfp4prep.runtime.reading import DTYPES, Batch, Operand, Reader, Target, place_piece
 
 TENSORS = {
     "BOOL": torch.tensor([True, False]),
@@ -31,11 +31,13 @@ TENSORS = {
     "scalar": torch.tensor(2.5),
     "empty": torch.empty(0, 5),
 }
+LAYER = Layer("fc1", 64, 256)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    build(tmp_path, [Layer("fc1", 64, 256)], copied=TENSORS)
+    build(tmp_path, [LAYER], copied=TENSORS)
     return tmp_path
 
 
@@ -74,25 +76,25 @@ def test_a_dtype_that_torch_does_not_have(root):
 @pytest.mark.parametrize("layout", ["tile32x8", "transposed"])
 def test_a_piece_is_put_between_others(root, layout, verify):
     """Rows 32..64 of the scale, its columns, as rows 32..64 of a matrix of 96, from asm bytes."""
-    opened = open_for_serving(root, verify=verify)
-    reader = Reader(opened)
     operand = Operand("fc1.weight_scale", LAYOUTS["tile32x8"], 64, 8)
     target = LAYOUTS[layout]
     out = torch.zeros(target.stored_shape(96, 8), dtype=torch.uint8)
-    with reader.open(operand) as stored:
-        raw = stored.matrix(0)
-        place_piece(stored, 0, ((32, 64),), (0, 8), Target(target, out, 96, 32))
+    with Batch(Reader(open_for_serving(root, verify=verify)), CPU) as batch:
+        place_piece(batch, operand, 0, ((32, 64),), (0, 8), Target(target, out, 96, 32))
+        assert not out.any(), "nothing is read before the batch is run"
+        batch.run()
     expected = torch.zeros((96, 8), dtype=torch.uint8)
-    expected[32:64] = raw[32:64]
+    expected[32:64] = LAYER.scale[32:64]
     assert torch.equal(out, lay_out(expected, layout))
 
 
 def test_a_place_between_tiles_is_refused(root):
-    reader = Reader(open_for_serving(root, verify=False))
     operand = Operand("fc1.weight_scale", LAYOUTS["tile32x8"], 64, 8)
     out = torch.zeros((2, 256), dtype=torch.uint8)
-    with reader.open(operand) as stored, pytest.raises(LayoutError, match="no place"):
-        place_piece(stored, 0, ((0, 32),), (0, 8), Target(LAYOUTS["tile32x8"], out, 64, 16))
+    target = Target(LAYOUTS["tile32x8"], out, 64, 16)
+    reader = Reader(open_for_serving(root, verify=False))
+    with Batch(reader, CPU) as batch, pytest.raises(LayoutError, match="no place"):
+        place_piece(batch, operand, 0, ((0, 32),), (0, 8), target)
 
 
 def test_files_are_closed(root):

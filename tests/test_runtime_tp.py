@@ -285,3 +285,82 @@ def test_ranks_that_do_not_exist(tmp_path, rank, size):
     one(tmp_path, Layer("model.fc1", 64, 64, "triton"))
     with pytest.raises(UsageError, match="rank"):
         mxfp4prep.load(tmp_path, tp_rank=rank, tp_size=size)
+
+
+def stored_bytes(rows: int, columns: int) -> int:
+    """Of an MXFP4 matrix: two codes a byte, and a scale byte for 32."""
+    return rows * (columns // 2 + columns // 32)
+
+
+FUSED = {  # name -> (rows that the ranks share, rows of KV heads)
+    "fused.self_attn.qkv_proj": (Q, 2 * KV),
+    "fused.mlp.gate_up_proj": (2 * INTER, 0),
+    f"{BLOCK}.self_attn.k_proj": (0, KV),
+    f"{BLOCK}.mlp.gate_proj": (INTER, 0),
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", FUSED)
+def test_ranks_read_the_whole_once_and_kv_heads_as_often_as_they_are_held(tmp_path, name, tp):
+    shared, kv = FUSED[name]
+    build(tmp_path, [Layer(name, shared + kv, HIDDEN)], config=CONFIG)
+    read = []
+    for rank in range(tp):
+        prepared = mxfp4prep.load(tmp_path, tp_rank=rank, tp_size=tp)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            prepared[name]
+        read.append(prepared.bytes_read)
+    copies = max(1, tp // KV_HEADS)  # ranks that hold the same KV head
+    assert read == [stored_bytes(shared // tp + kv * copies // tp, HIDDEN)] * tp
+    assert sum(read) == stored_bytes(shared + copies * kv, HIDDEN)
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+def expert_layers(form: str, path: str) -> list[Layer]:
+    """Three experts of HIDDEN x 2048, in banks, each with gate and up in one, or in three."""
+    width, lead = 2048, {"path": path}
+    if form == "banks":
+        up = Layer(f"{EXPERTS}.gate_up_proj", 2 * width, HIDDEN, experts=3, **lead)
+        return [up, Layer(f"{EXPERTS}.down_proj", HIDDEN, width, experts=3, **lead)]
+    parts = (
+        {"gate_up_proj": 2 * width} if form == "fused" else {"gate_proj": width, "up_proj": width}
+    )
+    return [
+        Layer(f"{EXPERTS}.{expert}.{leaf}", *shape, **lead)
+        for expert in range(3)
+        for leaf, shape in {
+            **{leaf: (rows, HIDDEN) for leaf, rows in parts.items()},
+            "down_proj": (HIDDEN, width),
+        }.items()
+    ]
+
+
+@pytest.mark.parametrize("path", ["asm", "triton", "kept"])
+@pytest.mark.parametrize("form", ["banks", "fused", "apart"])
+def test_each_rank_reads_its_share_of_every_expert(tmp_path, form, path):
+    layers = expert_layers(form, path)
+    build(tmp_path, layers, shards=2)
+    whole = 3 * (stored_bytes(2 * 2048, HIDDEN) + stored_bytes(HIDDEN, 2048))
+    for tp in (1, 2, 8):
+        for rank in {0, tp - 1}:
+            prepared = mxfp4prep.load(tmp_path, tp_rank=rank, tp_size=tp)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                prepared.experts(EXPERTS)
+            assert prepared.bytes_read == whole // tp
+
+
+def test_a_repacked_bank_is_read_whole_by_every_rank(tmp_path):
+    """Width 512 by 4 ranks is 128 columns a rank: no ASM tile of 256, for down alone."""
+    up = Layer(f"{EXPERTS}.gate_up_proj", 1024, HIDDEN, experts=3)
+    build(tmp_path, [up, Layer(f"{EXPERTS}.down_proj", HIDDEN, 512, experts=3)])
+    for rank in range(4):
+        prepared = mxfp4prep.load(tmp_path, tp_rank=rank, tp_size=4)
+        with pytest.warns(RepackWarning, match="down"):
+            prepared.experts(EXPERTS)
+        up_share, down = stored_bytes(1024 // 4, HIDDEN), stored_bytes(HIDDEN, 512)
+        assert prepared.bytes_read == 3 * (up_share + down)

@@ -65,6 +65,10 @@ def path_name(record: LayerRecord) -> str:
     """
     name = "kept" if "kept" in record.reasons else record.path
     pair = (record.weight.layout, record.scale.layout)
+    if name == "kept" and record.path != "triton":
+        what = "its reasons say that it was kept as it was"
+        found, expected = f"path {record.path}", "path kept, which is recorded as triton"
+        raise InvalidManifest(record.name, what, found=found, expected=expected, hint=CONVERT_HINT)
     if pair != PATHS[name]:
         raise InvalidManifest(
             record.name,
@@ -79,7 +83,9 @@ def path_name(record: LayerRecord) -> str:
 def _check_dtype(where: str, entry: TensorEntry, dtypes: frozenset[str]) -> None:
     if entry.dtype not in dtypes:
         expected = " or ".join(sorted(dtypes))
-        raise InvalidCheckpoint(where, "dtype", found=entry.dtype, expected=expected)
+        raise InvalidCheckpoint(
+            where, "dtype", found=entry.dtype, expected=expected, hint=VERIFY_HINT
+        )
 
 
 def _check_vector(
@@ -95,7 +101,9 @@ def _check_vector(
     if place.entry.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in sorted(shapes))
         found = list(place.entry.shape)
-        raise InvalidCheckpoint(f"{place.file}: {name}", "shape", found=found, expected=expected)
+        raise InvalidCheckpoint(
+            f"{place.file}: {name}", "shape", found=found, expected=expected, hint=VERIFY_HINT
+        )
 
 
 def _check_shape(
@@ -123,3 +131,20 @@ def _check_shape(
             expected=list(expected),
             hint=CONVERT_HINT,
         )
+    _check_source(where, stored, math.prod(expected), columns)
+
+
+def _check_source(where: str, stored: StoredTensor, nbytes: int, columns: int) -> None:
+    """The source's shape, (..., byte columns) of as many bytes; nothing is padded yet."""
+    source = stored.source_shape
+    if source[-1:] != [columns] or min(source) < 1 or math.prod(source) != nbytes:
+        raise InvalidManifest(
+            where,
+            "the shape that the source had",
+            found=source,
+            expected=f"{nbytes} bytes in rows of {columns}",
+            hint=CONVERT_HINT,
+        )
+    if stored.pad_byte is not None:
+        what = "a byte that fills padding, where nothing is padded"
+        raise InvalidManifest(where, what, found=stored.pad_byte, hint=CONVERT_HINT)

@@ -1,11 +1,10 @@
-"""From records and bytes to modules: one layer's piece, or all experts' pieces in two banks."""
+"""From records and bytes to what modules are made of: a layer's piece, or experts' in banks."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -13,37 +12,46 @@ import torch
 from mxfp4prep.errors import InvalidCheckpoint, Unsupported
 from mxfp4prep.layouts import LAYOUTS, PATHS
 from mxfp4prep.manifest import LayerRecord
+from mxfp4prep.prepared import VERIFY_HINT
+from mxfp4prep.runtime import memory
 from mxfp4prep.runtime.agreement import path_name
 from mxfp4prep.runtime.backends import choose_backend
 from mxfp4prep.runtime.cutting import Cutter
 from mxfp4prep.runtime.experts import PreparedExperts
-from mxfp4prep.runtime.gathering import Gathered, Member
+from mxfp4prep.runtime.gathering import Member, Stack
 from mxfp4prep.runtime.linear import PreparedLinear
-from mxfp4prep.runtime.reading import Operand, Reader, Target, place_piece
+from mxfp4prep.runtime.reading import Batch, Operand, Target, place_piece
 from mxfp4prep.runtime.slices import RepackWarning, byte_columns, path_of_piece
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
+
+    from mxfp4prep.parallel import Shard
 
 Module = TypeVar("Module", PreparedLinear, PreparedExperts)
 
 
 @dataclass(frozen=True, slots=True)
 class Assembler:
-    """Builds modules for one rank on one device. `backend` is the user's choice, or None."""
+    """Builds modules for one rank on one device; their weights have no bytes before `batch` is run.
 
-    reader: Reader
+    backend   the user's choice, or None
+    """
+
+    batch: Batch
     cutter: Cutter
     device: torch.device
     backend: str | None
 
     def linear(self, record: LayerRecord) -> PreparedLinear:
         """The rank's piece of a layer. Raises CannotShard."""
-        members = [[Member(record, 0)]]
-        path = self._path(record.name, {"the layer": members})["the layer"]
-        weight, scale = (bank[0] for bank in self._banks(members, path))
+        stacks = [(Member(record, 0),)]
+        path = self.paths(record.name, {"the layer": stacks})["the layer"]
+        weight, scale = (bank[0] for bank in self.banks(stacks, path))
         piece = self.cutter.piece(record)
-        bias, input_scale = self._bias(members), self._input_scale(members)
+        bias, input_scale = self.bias(stacks), self.input_scale(stacks)
         layer = PreparedLinear(
             weight,
             scale,
@@ -58,59 +66,34 @@ class Assembler:
             tp_rank=self.cutter.tp_rank,
             tp_size=self.cutter.tp_size,
         )
-        return self._with_backend(layer)
+        return self.with_backend(layer)
 
-    def experts(
-        self, prefix: str, gathered: Gathered, activation: str, limit: float | None
-    ) -> PreparedExperts:
-        """The rank's piece of every expert. Raises CannotShard."""
-        w13, w2 = list(gathered.w13.values()), [gathered.w2]
-        paths = self._path(prefix, {"gate and up": w13, "down": w2})
-        w13_path, w2_path = paths["gate and up"], paths["down"]
-        up, down = w13[-1][0].record, gathered.w2[0].record
-        rows = sum(self.cutter.piece(members[0].record).n for members in w13)
-        piece = self.cutter.piece(down)
-        if rows != 2 * piece.k or piece.n != up.k:
-            raise Unsupported(
-                prefix,
-                f"gate and up are cut otherwise than down at tp {self.cutter.tp_size}",
-                found=f"{rows} gate and up rows, {piece.k} down columns",
-                hint="convert again without --parallel rules for these experts",
-            )
-        banks = (*self._banks(w13, w13_path), *self._banks(w2, w2_path))
-        experts = PreparedExperts(
-            *banks,
-            hidden=piece.n,
-            intermediate=piece.k,
-            w13_path=w13_path,
-            w2_path=w2_path,
-            scheme=down.scheme,
-            input_activation=down.activation,
-            gate_up=up.gate_up or "concatenated",
-            activation=activation,
-            limit=limit,
-            bias1=self._bias(w13),
-            bias2=self._bias(w2),
-            a1_scale=self._input_scale(w13),
-            a2_scale=self._input_scale(w2),
-            name=prefix,
-            tp_rank=self.cutter.tp_rank,
-            tp_size=self.cutter.tp_size,
-        )
-        return self._with_backend(experts)
+    def whole(self) -> Assembler:
+        """The same, but for one rank that holds everything whole."""
+        return replace(self, cutter=replace(self.cutter, tp_rank=0, tp_size=1))
 
-    def _with_backend(self, module: Module) -> Module:
+    def piece(self, member: Member) -> Shard:
+        """The rows and columns of a member's matrix that this rank holds. Raises CannotShard."""
+        cutter = self.cutter
+        if member.slots > 1:
+            # each slot is cut over the ranks as an expert is, and slots lie one after the other
+            rank, size = cutter.tp_rank, cutter.tp_size
+            cutter = replace(cutter, tp_rank=member.slot * size + rank, tp_size=size * member.slots)
+        return cutter.piece(member.record)
+
+    def with_backend(self, module: Module) -> Module:
+        """The module, with the backend it will run on. Raises BackendUnavailable."""
         module.backend = choose_backend(
-            self.device.type, self.backend, module.paths, module.input_quant
+            self.device.type, self.backend, module.paths, module.input_quant, module.needs
         )
         return module
 
-    def _path(self, name: str, banks: dict[str, list[list[Member]]]) -> dict[str, str]:
+    def paths(self, name: str, banks: Mapping[str, Sequence[Stack]]) -> dict[str, str]:
         """The path that each bank's pieces take; one warning where it is not the stored one."""
         chosen: dict[str, str] = {}
         reasons: list[str] = []
-        for what, halves in banks.items():
-            choices = {self._piece_path(member.record) for members in halves for member in members}
+        for what, stacks in banks.items():
+            choices = self.piece_paths(stacks)
             paths = {path for path, _ in choices}
             whys = sorted({why for _, why in choices if why is not None})
             if len(paths) > 1 and not whys:
@@ -122,71 +105,97 @@ class Assembler:
                 f"{name}: read whole and repacked for the Triton path at rank "
                 f"{self.cutter.tp_rank} of {self.cutter.tp_size}: {'; '.join(reasons)}",
                 RepackWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         return chosen
 
-    def _piece_path(self, record: LayerRecord) -> tuple[str, str | None]:
-        return path_of_piece(path_name(record), record.n, record.k, self.cutter.piece(record))
+    def piece_paths(self, stacks: Sequence[Stack]) -> set[tuple[str, str | None]]:
+        """The paths that pieces can take as they are stored, and why not their matrix's own."""
+        kinds = {
+            (path_name(member.record), member.record.n, member.record.k, piece)
+            for stack, pieces in self._cut(stacks)
+            for member, piece in zip(stack, pieces, strict=True)
+        }
+        return {path_of_piece(*kind) for kind in kinds}
 
-    def _banks(self, halves: Sequence[Sequence[Member]], path: str) -> tuple[Tensor, Tensor]:
-        """Weight and scale, (e, *stored shape) each, the halves' rows one after the other."""
+    def banks(self, stacks: Sequence[Stack], path: str) -> tuple[Tensor, Tensor]:
+        """Weight and scale, (e, *stored shape) each, a stack's rows one after the other.
+
+        Only their memory: what belongs there is put on the batch's list.
+        """
         weight, scale = PATHS[path]
-        return self._bank("weight", halves, weight), self._bank("scale", halves, scale)
+        return self._bank("weight", stacks, weight), self._bank("scale", stacks, scale)
 
-    def _bank(self, operand: str, halves: Sequence[Sequence[Member]], layout_id: str) -> Tensor:
+    def _bank(self, operand: str, stacks: Sequence[Stack], layout_id: str) -> Tensor:
         layout = LAYOUTS[layout_id]
-        pieces = [self.cutter.piece(members[0].record) for members in halves]
-        rows = sum(piece.n for piece in pieces)
-        columns = byte_columns(operand, pieces[0].columns)
-        shape = layout.stored_shape(rows, columns[1] - columns[0])
-        bank = torch.empty((len(halves[0]), *shape), dtype=torch.uint8)
-        at = 0
-        for members, piece in zip(halves, pieces, strict=True):
-            numbered = enumerate(members)
-            for _, run in groupby(numbered, key=lambda item: item[1].record.name):
-                group = list(run)
-                with self.reader.open(_operand(operand, group[0][1].record)) as stored:
-                    for number, member in group:
-                        target = Target(layout, bank[number], rows, at)
-                        place_piece(stored, member.index, piece.rows, columns, target)
-            at += piece.n
-        return bank.to(self.device)
+        cut = self._cut(stacks)
+        first = cut[0][1]
+        rows = sum(piece.n for piece in first)
+        start, stop = byte_columns(operand, first[0].columns)
+        shape = layout.stored_shape(rows, stop - start)
+        bank = memory.empty((len(stacks), *shape), self.device)
+        for number, (stack, pieces) in enumerate(cut):
+            at = 0
+            for member, piece in zip(stack, pieces, strict=True):
+                stored = _operand(operand, member.record)
+                columns = byte_columns(operand, piece.columns)
+                target = Target(layout, bank[number], rows, at)
+                place_piece(self.batch, stored, member.index, piece.rows, columns, target)
+                at += piece.n
+        return bank
 
-    def _bias(self, halves: Sequence[Sequence[Member]]) -> Tensor | None:
-        """(e, n), the halves' side by side; None where there is none or another rank adds it."""
-        first = halves[0][0].record
+    def _cut(self, stacks: Sequence[Stack]) -> list[tuple[Stack, tuple[Shard, ...]]]:
+        """Each stack with its members' pieces. Experts are alike, so that few must be found."""
+        known: dict[tuple[str, int, int], tuple[Shard, ...]] = {}
+        result = []
+        for stack in stacks:
+            key = stack[0].record.kind, len(stack), stack[0].slot
+            if key not in known:
+                known[key] = tuple(self.piece(member) for member in stack)
+            result.append((stack, known[key]))
+        return result
+
+    def bias(self, stacks: Sequence[Stack]) -> Tensor | None:
+        """(e, n), a stack's side by side; None where there is none or another rank adds it.
+
+        stacks   of one kind: all routed experts, or all slots of a shared one
+        """
+        first = stacks[0][0].record
         parts = []
-        for members in halves:
+        for members in zip(*stacks, strict=True):
             vectors = self._vectors(members, [member.record.bias for member in members])
             if vectors is not None:
-                rows = self.cutter.piece(members[0].record).rows
+                rows = self.piece(members[0]).rows
                 parts.append(torch.cat([vectors[:, start:stop] for start, stop in rows], dim=-1))
         if not parts or not self.cutter.holds_bias(first):
             return None
-        if len(parts) != len(halves):
+        if len(parts) != len(stacks[0]):
             raise InvalidCheckpoint(first.name, "of gate and up only one has a bias")
         return torch.cat(parts, dim=-1).to(self.device)
 
-    def _input_scale(self, halves: Sequence[Sequence[Member]]) -> Tensor | None:
-        """(e,) float32. Gate and up have the same input, hence must have the same scale."""
+    def input_scale(self, stacks: Sequence[Stack]) -> Tensor | None:
+        """(e,) float32. Gate and up have the same input, hence must have the same scale.
+
+        stacks   as for `bias`
+        """
         scales = [
             self._vectors(members, [member.record.input_scale for member in members])
-            for members in halves
+            for members in zip(*stacks, strict=True)
         ]
-        record = halves[0][0].record
+        record = stacks[0][0].record
         first = scales[0]
         for other in scales[1:]:
             if (first is None) != (other is None) or not (
-                first is None or other is None or torch.equal(first, other)
+                first is None or other is None or first.is_meta or torch.equal(first, other)
             ):
                 what = "gate and up have different input scales, although they have one input"
                 raise Unsupported(record.name, what, hint="load its layers with prepared[name]")
         if first is None:
             if record.activation.static:
-                raise InvalidCheckpoint(record.name, "static inputs, but no input_scale is stored")
+                what = "static inputs, but no input_scale is stored"
+                raise InvalidCheckpoint(record.name, what, hint=VERIFY_HINT)
             return None
-        return first.float().reshape(len(halves[0])).to(self.device)
+        return first.float().reshape(len(stacks)).to(self.device)
 
     def _vectors(self, members: Sequence[Member], names: Sequence[str | None]) -> Tensor | None:
         """(e, ...), each member's tensor, or its row where one tensor has those of all experts."""
@@ -196,7 +205,7 @@ class Assembler:
             if name is None:
                 return None
             if name != last or tensor is None:
-                last, tensor = name, self.reader.tensor(name)
+                last, tensor = name, self.batch.now(name)
             in_bank = member.record.experts is not None and tensor.dim() > 0
             rows.append(tensor[member.index] if in_bank else tensor)
         return torch.stack(rows)

@@ -15,22 +15,31 @@ MAX_INDEX_DIGITS = 7
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One expert's matrix: a layer, and which matrix of its bank."""
+    """One expert's matrix: a layer, and which matrix of its bank.
+
+    slot, slots   which of `slots` equal parts of the matrix, where it is as wide as several experts
+    """
 
     record: LayerRecord
     index: int
+    slot: int = 0
+    slots: int = 1
+
+
+Stack = tuple[Member, ...]
+"""The matrices whose rows, one after the other, make one matrix of a bank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The experts below a prefix, one member per expert in each list.
+    """The experts below a prefix, in order.
 
-    w13   by part, "gate" and "up" or "gate_up": the matrices whose rows make up w13
-    w2    the "down" matrices
+    w13   each expert's gate and up, or its gate_up
+    w2    each expert's down
     """
 
-    w13: dict[str, list[Member]]
-    w2: list[Member]
+    w13: Sequence[Stack]
+    w2: Sequence[Stack]
 
 
 def group_experts(records: Iterable[LayerRecord]) -> dict[str, list[LayerRecord]]:
@@ -75,7 +84,8 @@ def gather(prefix: str, records: Iterable[LayerRecord], parts: Mapping[str, str]
     count = 1 + max(number for members in found.values() for number in members)
     banks = {part: _in_order(prefix, part, members, count) for part, members in found.items()}
     _check_alike(prefix, banks)
-    return Gathered({half: banks[half] for half in halves}, banks["down"])
+    w13 = zip(*(banks[half] for half in halves), strict=True)
+    return Gathered(list(w13), [(member,) for member in banks["down"]])
 
 
 def _split(name: str) -> tuple[str, int | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,9 @@ _HIDDEN_ACT = {  # config.json's hidden_act -> our name
     "gelu_new": "gelu_tanh",
 }
 
+_LIMITS_BY_LAYER = ("swiglu_limits", "swiglu_limits_shared")
+"""Step-3.5 clamps in some layers only, and after the activation instead of before it."""
+
 
 def gated(gate_up: Tensor, order: str, activation: str, limit: float | None) -> Tensor:
     """act(gate) * up, (..., i), from (..., 2 i) rows of a gate-up GEMM.
@@ -45,9 +48,13 @@ def gated(gate_up: Tensor, order: str, activation: str, limit: float | None) -> 
     limit       gate is clamped from above, up from both sides; None: not at all
     """
     if order == "interleaved":
-        gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
-    else:
-        gate, up = gate_up.chunk(2, dim=-1)
+        return combined(gate_up[..., 0::2], gate_up[..., 1::2], activation, limit)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return combined(gate, up, activation, limit)
+
+
+def combined(gate: Tensor, up: Tensor, activation: str, limit: float | None) -> Tensor:
+    """As `gated`, from gate and up apart."""
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if activation == "swigluoai":
@@ -68,10 +75,18 @@ def check_names(where: str, activation: str, order: str) -> None:
 def activation_of_config(config: Mapping[str, Any], where: str) -> tuple[str, float | None]:
     """The experts' activation and its limit, as config.json names them.
 
-    Raises Unsupported for one that is not in GATES.
+    Raises Unsupported for one that is not in GATES, or for limits that differ from layer to layer.
     """
     nested = config.get("text_config")
     text = nested if isinstance(nested, Mapping) else config
+    for name in _LIMITS_BY_LAYER:
+        limits = text.get(name)
+        if isinstance(limits, Sequence) and any(limits):
+            raise Unsupported(
+                where,
+                f"config.json's {name}: clamps that differ from layer to layer",
+                hint="load its layers one by one with prepared[name]",
+            )
     limit = text.get("swiglu_limit")
     limit = float(limit) if isinstance(limit, int | float) and limit else None
     if text.get("model_type") == "gpt_oss":

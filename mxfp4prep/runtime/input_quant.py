@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mxfp4prep import mxfp4
 from mxfp4prep.errors import Unsupported, UsageError
+from mxfp4prep.prepared import VERIFY_HINT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,14 +52,17 @@ def input_quant_of(scheme: str, activation: ActivationRecord, where: str) -> str
     name = _BY_ACTIVATION.get((scheme, activation.dtype, activation.static))
     if name is None:
         kind = "static" if activation.static else "dynamic"
-        raise Unsupported(where, f"scheme {scheme} with {kind} {activation.dtype} inputs")
+        what = f"scheme {scheme} with {kind} {activation.dtype} inputs"
+        raise Unsupported(where, what, hint=VERIFY_HINT)
     if name == "fp8_token":
         modes = {None: "fp8_token", "per_token": "fp8_token", "per_tensor": "fp8_tensor"}
         if activation.scale_mode not in modes:
             what = "the scale mode of its inputs"
-            raise Unsupported(where, what, found=activation.scale_mode, expected="per_token")
+            found, expected = activation.scale_mode, "per_token or per_tensor"
+            raise Unsupported(where, what, found=found, expected=expected, hint=VERIFY_HINT)
         return modes[activation.scale_mode]
     if name.startswith("mx") and activation.scale_mode not in (None, "even"):
         what = "the scale mode of its inputs"
-        raise Unsupported(where, what, found=activation.scale_mode, expected="even")
+        found = activation.scale_mode
+        raise Unsupported(where, what, found=found, expected="even", hint=VERIFY_HINT)
     return name

@@ -9,6 +9,7 @@ import torch
 from mxfp4prep.errors import LayoutError, UsageError
 from mxfp4prep.layouts import LAYOUTS, PATHS
 from mxfp4prep.runtime import ops  # noqa: F401 - defines torch.ops.mxfp4prep
+from mxfp4prep.runtime.backends import Needs
 from mxfp4prep.runtime.decoding import decode_matrix
 from mxfp4prep.runtime.exact import ExactScales
 from mxfp4prep.runtime.input_quant import input_quant_of
@@ -80,6 +81,11 @@ class PreparedLinear(ExactScales):
         return (self.path,)
 
     @property
+    def needs(self) -> Needs:
+        """What else a backend must handle."""
+        return Needs(k=(self.k,))
+
+    @property
     def in_features(self) -> int:
         """k, by nn.Linear's name for it."""
         return self.k
@@ -143,10 +149,20 @@ def check_input(where: str, x: Tensor, width: int, weight: Tensor) -> None:
     """Raises UsageError for activations that a layer of `width` columns cannot take."""
     if x.dim() == 0 or x.shape[-1] != width:
         found = tuple(x.shape)
-        raise UsageError(where, "the input's shape", found=found, expected=f"(..., {width})")
+        raise UsageError(
+            where,
+            "the input's shape",
+            found=found,
+            expected=f"(..., {width})",
+            hint="under tensor parallelism a row-parallel layer takes its rank's columns only",
+        )
     if x.dtype not in INPUT_DTYPES:
         raise UsageError(
-            where, "the input's dtype", found=x.dtype, expected="bfloat16, float16 or float32"
+            where,
+            "the input's dtype",
+            found=x.dtype,
+            expected="bfloat16, float16 or float32",
+            hint="the layer quantizes its input itself: hand it x.to(torch.bfloat16)",
         )
     if x.device != weight.device:
         raise UsageError(

@@ -6,21 +6,34 @@ here, before any weight is: a layout that is guessed wrong answers nonsense with
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mxfp4prep import io
 from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest
 from mxfp4prep.manifest import (
     FileRecord,
     LayerRecord,
     Manifest,
 )
-from mxfp4prep.marks import MANIFEST_NAME
-from mxfp4prep.prepared import CONVERT_HINT, VERIFY_HINT, open_prepared, read_digests
+from mxfp4prep.marks import MANIFEST_NAME, SUMS_NAME
+from mxfp4prep.parallel import Topology
+from mxfp4prep.prepared import (
+    CONVERT_HINT,
+    VERIFY_HINT,
+    PreparedFiles,
+    open_prepared,
+    read_digests,
+)
 from mxfp4prep.runtime.agreement import Place, check_layer
+from mxfp4prep.runtime.belonging import check_names, check_tensors
 from mxfp4prep.safefile import read_header
+
+SUMS_LIMIT = 1 << 24
+"""Bytes: a line is some 100, and no checkpoint has 100,000 files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +61,33 @@ def open_for_serving(path: Path, *, verify: bool) -> Opened:
         raise InvalidManifest(MANIFEST_NAME, "a layer is listed twice", hint=CONVERT_HINT)
     for record in manifest.layers:
         check_layer(record, places)
+        check_tensors(record, places)
     _check_accounts(manifest, places)
+    check_names(manifest, Topology.from_config(prepared.config))
+    _check_sum(prepared)
     digests = None
     if verify:
         digests = {name: stored for name, (_, stored) in read_digests(prepared).items()}
     return Opened(prepared.root, prepared.config, manifest, layers, places, digests)
+
+
+def _check_sum(prepared: PreparedFiles) -> None:
+    """Refuses a manifest that is not the one SHA256SUMS was written with. How inputs are quantized
+    is said nowhere else; a copy without that file (engines fetch *.json only) is not asked."""
+    sums = prepared.root / SUMS_NAME
+    if not sums.is_file():
+        return
+    found = hashlib.sha256(prepared.manifest_bytes).hexdigest()
+    for line in io.read_bytes(sums, limit=SUMS_LIMIT).decode("utf-8", "replace").splitlines():
+        expected, _, name = line.partition("  ")
+        if name == MANIFEST_NAME and expected != found:
+            raise InvalidManifest(
+                MANIFEST_NAME,
+                f"not the one that {SUMS_NAME} was written with",
+                found=f"sha256 {found}",
+                expected=expected,
+                hint=VERIFY_HINT,
+            )
 
 
 def _read_headers(root: Path, manifest: Manifest) -> dict[str, Place]:

@@ -1,18 +1,21 @@
 """The custom operators torch.ops.mxfp4prep.gemm and .fused_moe.
 
 Each is one function with one signature. The fake that torch.compile traces is made from that same
-signature, so the two cannot differ in an argument's name, order or default.
+signature, so the two cannot differ in an argument's name, order or default. On meta tensors the
+fake is what runs. Neither has a gradient: an x that requires one is served, but a backward pass,
+and torch.compile of a graph that would have one, is refused.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from mxfp4prep.errors import Unsupported
 from mxfp4prep.runtime.backends import implementation
 
 
@@ -45,9 +48,16 @@ def fake_of(
 
 def register(real: Callable[..., Tensor], output: Callable[[Mapping[str, Any]], Output]) -> None:
     """Registers `real` as torch.ops.mxfp4prep.<its name> together with its fake."""
-    fake = FAKES[real.__name__] = fake_of(real, output)
-    operator = torch.library.custom_op(f"mxfp4prep::{real.__name__}", real, mutates_args=())
+    name = real.__name__
+    fake = FAKES[name] = fake_of(real, output)
+    operator = torch.library.custom_op(f"mxfp4prep::{name}", real, mutates_args=())
     operator.register_fake(fake)
+
+    def no_gradient(*_: object) -> NoReturn:
+        hint = "run the model under torch.inference_mode() or torch.no_grad()"
+        raise Unsupported(f"torch.ops.mxfp4prep.{name}", "has no gradient", hint=hint)
+
+    operator.register_autograd(no_gradient)
 
 
 FAKES: dict[str, Callable[..., Tensor]] = {}
@@ -108,14 +118,38 @@ def fused_moe(
     x                (t, h) bfloat16, float16 or float32; t may be 0
     w13, w13_scale   banks of e gate-up matrices (2 * intermediate, h), as `w13_path` stores them
     w2, w2_scale     banks of e down matrices (h, intermediate), as `w2_path` stores them
-    topk_weights     (t, top) floating; topk_ids (t, top) integers in 0..e-1
+    topk_weights     (t, top) floating
+    topk_ids         (t, top) integers in 0..e-1, or -1 for an expert that is elsewhere
     input_quant      what is done to the input of both GEMMs: a name of INPUT_QUANT
+    activation       a name of GATES
     limit            clamps gate and up before the activation; None: no clamp
     gate_up          order of w13's rows: "concatenated" or "interleaved"
     hidden_pad       how many of the last h columns are padding: ignored in x, zero in the result
     intermediate_pad how many of the last `intermediate` values are padding: ignored
     bias1, bias2     (e, 2 * intermediate), (e, h) floating
     a1_scale, a2_scale  (e,) float32, for input_quant "fp8_static"
+    backend          a name that `backends()` lists
+
+    What backends have in common, for token t and slot s that names expert j. Q is `input_quant`,
+    with the expert's a1_scale or a2_scale; all that is not said to be rounded is float32:
+
+        inputs  = Q(x[t, : h - hidden_pad])           from x's values, in blocks from column 0 on
+        both    = inputs @ w13[j].T + bias1[j]        rows of padding left out
+        gate,up = its halves, or its even and odd values (`gate_up`)
+        gate,up = min(gate, limit), min(max(up, -limit), limit)
+        middle  = silu(gate) * up                     gate * sigmoid(gate) * up
+                  gelu(gate) * up                     by erf; "gelu_tanh" by tanh
+                  gate * sigmoid(1.702 * gate) * (up + 1)                         "swigluoai"
+        middle  = Q(middle)                           from float32, in blocks from value 0 on
+        y[t]   += topk_weights[t, s] * (middle @ w2[j].T + bias2[j])
+
+    y is rounded once, to x's dtype. A slot of -1 adds nothing: neither its weight nor anything of
+    an expert is read, so that a NaN there stays out. One expert in two slots counts twice. An
+    expert that no slot names is not read. A backend may round `middle` to x's dtype before it is
+    quantized; the reference does not. "fp8_tensor" takes its scale over the rows that go to one
+    expert, not over all of x.
+
+    Raises UsageError for another id, in the reference; a kernel on a GPU does not look.
     """
     with torch.autocast(x.device.type, enabled=False):
         return implementation(backend).fused_moe(

@@ -52,13 +52,35 @@ def linear_oracle(
 def experts_oracle(
     layer: PreparedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor
 ) -> Tensor:
-    """What PreparedExperts must answer, (t, hidden) float64."""
+    """What PreparedExperts must answer, (t, hidden) float64: the rank's share where it has one."""
     expected = torch.zeros((x.shape[0], layer.hidden), dtype=torch.float64, device=x.device)
     for expert in torch.unique(topk_ids).tolist():
-        token, slot = (topk_ids == expert).nonzero(as_tuple=True)
-        weights = topk_weights[token, slot].double().unsqueeze(-1)
-        expected.index_add_(0, token, _expert(layer, expert, x[token]) * weights)
+        place = expert
+        if layer.expert_map is not None and expert >= 0:
+            place = int(layer.expert_map[expert])
+        if place >= 0:
+            token, slot = (topk_ids == expert).nonzero(as_tuple=True)
+            weights = topk_weights[token, slot].double().unsqueeze(-1)
+            expected.index_add_(0, token, _expert(layer, place, x[token]) * weights)
+    if layer.shared_name is not None:
+        for token in range(layer.turn.mine, x.shape[0], layer.turn.of):
+            expected[token] += _shared(layer, x[token : token + 1])[0]
     return expected
+
+
+def _shared(layer: PreparedExperts, x: Tensor) -> Tensor:
+    """What the shared expert adds to a token, (1, hidden) float64."""
+    held = layer.w13.shape[0]
+    result = torch.zeros((1, layer.hidden), dtype=torch.float64, device=x.device)
+    for slot in range(held - layer.shared_slots, held):
+        result += _expert(layer, slot, x)
+    apart = layer.shared
+    if apart is not None:
+        ups = torch.cat([linear_oracle(up, x)[0] for up in apart.layers], dim=-1)
+        middle = gated(ups, apart.gate_up, apart.activation, apart.limit)
+        result += linear_oracle(apart.down, middle.float())[0]
+    gate = layer.shared_gate
+    return result if gate is None else result * torch.sigmoid(gate(x).double())
 
 
 def _expert(layer: PreparedExperts, expert: int, x: Tensor) -> Tensor:

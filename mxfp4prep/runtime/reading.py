@@ -1,29 +1,40 @@
 """Bytes from shards into tensors: whole tensors, or only the blocks that a rank's piece needs.
 
 Positional reads into a tensor's own memory, never a memory map: a shard that shrinks must raise,
-not kill the server. With digests at hand a tensor is read whole and checked before it is used.
+not kill the server. With digests at hand a tensor is read whole, once, and checked before it is
+used.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
-from mxfp4prep import io
-from mxfp4prep.errors import InvalidCheckpoint, LayoutError, Unsupported
+from mxfp4prep.errors import LayoutError, Unsupported
 from mxfp4prep.layouts import Layout
-from mxfp4prep.prepared import VERIFY_HINT
+from mxfp4prep.runtime import memory
 from mxfp4prep.runtime.agreement import Place
+from mxfp4prep.runtime.blocks import Block, Checked, Plain, plain_units
+from mxfp4prep.runtime.crew import do_units, thread_count
+from mxfp4prep.runtime.lanes import HOST, host_lane, lane_to
 from mxfp4prep.runtime.opening import Opened
 from mxfp4prep.runtime.slices import Range, Rectangle, copies, rectangle
+from mxfp4prep.runtime.transfer import PIECE_NBYTES, Files, Mover
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from torch import Tensor
+
+    from mxfp4prep.runtime.blocks import Repack
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done so far and those there are to do, on the thread that asked."""
 
 DTYPES: dict[str, torch.dtype] = {  # safetensors' names of what torch can hold
     "BOOL": torch.bool,
@@ -59,94 +70,136 @@ class Operand:
     count: int = 1
 
 
-@dataclass(slots=True)
 class Reader:
-    """Reads tensors of one opened checkpoint and counts the bytes that it read."""
+    """One opened checkpoint, for any number of threads, and how many bytes were read of it."""
 
-    opened: Opened
-    nbytes: int = 0
+    def __init__(self, opened: Opened) -> None:
+        self.opened = opened
+        self.nbytes = 0
+        self._lock = threading.Lock()
+        self._files = {record.name: at for at, record in enumerate(opened.manifest.files)}
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor as it is stored, on the CPU.
+    def position(self, name: str) -> tuple[int, int]:
+        """Where a tensor stands: the number of its file, and its offset there."""
+        place = self.opened.places[name]
+        return self._files[place.file], place.offset
+
+    def count(self, nbytes: int) -> None:
+        """Adds to what was read."""
+        with self._lock:
+            self.nbytes += nbytes
+
+
+class Batch:
+    """What is to be read of a checkpoint, collected first and then read in the order of the files.
+
+    Tensors that `add` or `later` fill hold nothing before `run` has returned. A context: leaving it
+    closes the files.
+    """
+
+    def __init__(self, reader: Reader, device: torch.device) -> None:
+        self.reader = reader
+        self.device = device
+        self._files = Files(reader.opened.root)
+        self._blocks: dict[str, list[Block]] = {}  # by tensor
+        self._read = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def now(self, name: str) -> Tensor:
+        """A tensor as it is stored, in host memory, read at once: for values to be looked at.
+
+        A batch for meta gives a meta tensor and reads nothing.
+        """
+        place, dtype = self._place(name)
+        is_meta = self.device.type == "meta"
+        raw = memory.empty((place.entry.nbytes,), self.device if is_meta else HOST)
+        if not is_meta:
+            mover = Mover(self._files, host_lane(), 0, self.reader.opened.digests or {})
+            for unit in self._units({name: [_whole(place, raw)]}):
+                self._done(mover.move(unit))
+        return raw.view(dtype).reshape(place.entry.shape)
+
+    def later(self, name: str) -> Tensor:
+        """A tensor as it is stored, on the batch's device, read when the batch is run.
 
         Raises Unsupported for a dtype that torch has no name for.
         """
-        place = self.opened.places[name]
+        place, dtype = self._place(name)
+        raw = memory.empty((place.entry.nbytes,), self.device)
+        if self.device.type != "meta":
+            self._blocks.setdefault(name, []).append(_whole(place, raw))
+        return raw.view(dtype).reshape(place.entry.shape)
+
+    def add(self, operand: Operand, index: int, source: Rectangle, into: Tensor | Repack) -> None:
+        """Puts a block of stored matrix `index` on the list.
+
+        into   (source's rows, columns) uint8, rows contiguous; or a function of the block
+        """
+        if self.device.type == "meta":
+            return
+        rows, cols = operand.layout.stored_shape(operand.rows, operand.cols)
+        place = self.reader.opened.places[operand.tensor]
+        offset = place.offset + (index * rows + source.top) * cols + source.left
+        height, width = source.bottom - source.top, source.right - source.left
+        block = Block(place.file, offset, cols, height, width, into)
+        self._blocks.setdefault(operand.tensor, []).append(block)
+
+    def run(self, progress: Progress | None = None) -> None:
+        """Reads everything on the list; the bytes are in their places when it returns.
+
+        Raises IOFailed where a file ends early, InvalidCheckpoint for another digest.
+        """
+        units = list(self._units(self._blocks))
+        self._blocks = {}
+        total = self._read + sum(unit.nbytes for unit in units)
+        digests = self.reader.opened.digests or {}
+        capacity = min(PIECE_NBYTES, max((unit.nbytes for unit in units), default=0))
+        movers = [
+            Mover(self._files, lane_to(self.device), capacity, digests)
+            for _ in range(max(1, min(thread_count(), len(units))))
+        ]
+
+        def done(nbytes: int) -> None:
+            self._done(nbytes)
+            if progress is not None:
+                progress(self._read, total)
+
+        done(0)
+        do_units(units, movers, done)
+
+    def _place(self, name: str) -> tuple[Place, torch.dtype]:
+        place = self.reader.opened.places[name]
         dtype = DTYPES.get(place.entry.dtype)
         if dtype is None:
             raise Unsupported(name, "torch has no such dtype", found=place.entry.dtype)
-        with self._file(place) as fd:
-            raw = self._whole(fd, place)
-        return raw.view(dtype).reshape(place.entry.shape)
+        return place, dtype
 
-    @contextmanager
-    def open(self, operand: Operand) -> Iterator[Stored]:
-        """The operand's stored matrices, readable block by block while the context lasts."""
-        place = self.opened.places[operand.tensor]
-        with self._file(place) as fd:
-            whole = self._whole(fd, place) if self.opened.digests is not None else None
-            yield Stored(self, operand, place, fd, whole)
+    def _done(self, nbytes: int) -> None:
+        self._read += nbytes
+        self.reader.count(nbytes)
 
-    @contextmanager
-    def _file(self, place: Place) -> Iterator[int]:
-        path = self.opened.root / place.file
-        fd = io.open_read(path)
-        try:
-            yield fd
-        finally:
-            io.close(fd, path)
-
-    def _whole(self, fd: int, place: Place) -> Tensor:
-        """All bytes of a tensor, their digest checked where digests are at hand."""
-        raw = torch.empty(place.entry.nbytes, dtype=torch.uint8)
-        self.fill(fd, raw.unsqueeze(0), place.offset, raw.numel(), place.file)
-        digests = self.opened.digests
-        if digests is not None:
-            _check_digest(raw, place, digests)
-        return raw
-
-    def fill(self, fd: int, out: Tensor, offset: int, pitch: int, where: str) -> None:
-        """Fills `out` (rows, cols) uint8 from a file: row i lies at `offset` + i * `pitch`."""
-        height, width = out.shape
-        if not out.numel():
+    def _units(self, blocks: Mapping[str, Sequence[Block]]) -> Iterator[Plain | Checked]:
+        """What there is to do for blocks of tensors, in the order of the files. With digests at
+        hand every tensor is a unit."""
+        opened = self.reader.opened
+        names = sorted(blocks, key=self.reader.position)
+        wanted = {name: sorted(blocks[name], key=lambda block: block.offset) for name in names}
+        if opened.digests is None:
+            yield from plain_units(chain.from_iterable(wanted.values()), PIECE_NBYTES)
             return
-        if out.is_contiguous() and pitch == width:
-            height, width = 1, height * width
-        stride = out.stride(0)
-        memory = _memory(out, (height - 1) * stride + width)
-        for row in range(height):
-            start = row * stride
-            io.pread_into(fd, memory[start : start + width], offset + row * pitch, where)
-        self.nbytes += height * width
+        for name, parts in wanted.items():
+            place = opened.places[name]
+            yield Checked(place.file, name, place.offset, place.entry.nbytes, tuple(parts))
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The stored matrices of an open operand."""
-
-    reader: Reader
-    operand: Operand
-    place: Place
-    fd: int
-    whole: Tensor | None = field(repr=False)
-
-    def block(self, index: int, source: Rectangle, out: Tensor) -> None:
-        """Fills `out` (2-D, its rows contiguous) with a block of stored matrix `index`."""
-        rows, cols = self.operand.layout.stored_shape(self.operand.rows, self.operand.cols)
-        if self.whole is not None:
-            matrix = self.whole.view(-1, rows, cols)[index]
-            out.copy_(matrix[source.top : source.bottom, source.left : source.right])
-            return
-        offset = self.place.offset + (index * rows + source.top) * cols + source.left
-        self.reader.fill(self.fd, out, offset, cols, self.place.file)
-
-    def matrix(self, index: int) -> Tensor:
-        """Logical matrix `index`, (rows, cols) uint8: the layout's exact inverse."""
-        layout, rows, cols = self.operand.layout, self.operand.rows, self.operand.cols
-        shape = layout.stored_shape(rows, cols)
-        stored = torch.empty(shape, dtype=torch.uint8)
-        self.block(index, Rectangle(0, shape[0], 0, shape[1]), stored)
-        return layout.inverse(stored, rows, cols)
+def _whole(place: Place, raw: Tensor) -> Block:
+    nbytes = place.entry.nbytes
+    return Block(place.file, place.offset, nbytes, 1, nbytes, raw.view(1, -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,54 +216,42 @@ class Target:
 
 
 def place_piece(
-    stored: Stored,
+    batch: Batch,
+    operand: Operand,
     index: int,
     rows: Sequence[Range],
     columns: Range,
     target: Target,
 ) -> None:
-    """Puts one piece of stored matrix `index` where `target` says.
+    """Has one piece of stored matrix `index` put where `target` says when the batch is run.
 
     rows, columns   the piece: row ranges, stacked in this order, and one range of byte columns
 
-    Where the layouts are equal and the borders allow it, only the piece's bytes are read.
+    Where the layouts are equal and the borders allow it, only the piece's bytes are read; else the
+    matrix is read whole and repacked.
     """
-    operand, layout, at = stored.operand, target.layout, target.at
+    layout, at = target.layout, target.at
     into = target.rows, columns[1] - columns[0]
     if layout.id == operand.layout.id:
         steps = copies(layout, (operand.rows, operand.cols), rows, columns, into, at)
         if steps is not None:
             for step in steps:
-                stored.block(index, step.source, _cut(target.out, step.target))
+                batch.add(operand, index, step.source, _cut(target.out, step.target))
             return
-    raw = stored.matrix(index)
-    piece = torch.cat([raw[start:stop, columns[0] : columns[1]] for start, stop in rows])
-    block = rectangle(layout, into, (at, at + len(piece)), (0, into[1]))
+    height = sum(stop - start for start, stop in rows)
+    block = rectangle(layout, into, (at, at + height), (0, into[1]))
     if block is None:
         raise LayoutError(operand.tensor, f"no place for rows {at} on in layout {layout.id}")
-    _cut(target.out, block).copy_(layout.forward(piece))
+    place = _cut(target.out, block)
+
+    def repack(stored: Tensor) -> tuple[Tensor, Tensor]:
+        matrix = operand.layout.inverse(stored, operand.rows, operand.cols)
+        piece = torch.cat([matrix[start:stop, columns[0] : columns[1]] for start, stop in rows])
+        return place, layout.forward(piece)
+
+    stored_rows, stored_columns = operand.layout.stored_shape(operand.rows, operand.cols)
+    batch.add(operand, index, Rectangle(0, stored_rows, 0, stored_columns), repack)
 
 
 def _cut(matrix: Tensor, block: Rectangle) -> Tensor:
     return matrix[block.top : block.bottom, block.left : block.right]
-
-
-def _memory(tensor: Tensor, nbytes: int) -> memoryview:
-    """The tensor's memory from its first element on; valid while the tensor lives."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _check_digest(raw: Tensor, place: Place, digests: dict[str, str]) -> None:
-    import xxhash
-
-    memory = _memory(raw, raw.numel()) if raw.numel() else b""
-    found = xxhash.xxh3_128(memory).hexdigest()
-    expected = digests.get(place.entry.name)
-    if found != expected:
-        raise InvalidCheckpoint(
-            f"{place.file}: {place.entry.name}",
-            "the tensor's bytes differ from what convert wrote (xxh3_128)",
-            found=found,
-            expected=expected or "a digest",
-            hint=VERIFY_HINT,
-        )

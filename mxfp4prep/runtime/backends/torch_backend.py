@@ -68,7 +68,7 @@ def fused_moe(
     a1_scale: Tensor | None,
     a2_scale: Tensor | None,
 ) -> Tensor:
-    """As ops.fused_moe: expert by expert in float32, padding cut off first."""
+    """As ops.fused_moe: expert by expert in float32, padding cut off first, slots of -1 skipped."""
     hidden = x.shape[-1]
     used = hidden - hidden_pad
     quantize = INPUT_QUANT[input_quant]
@@ -101,9 +101,10 @@ def _real_rows(intermediate: int, pad: int, gate_up: str, device: torch.device) 
 
 
 def _experts_hit(topk_ids: Tensor, experts: int) -> list[int]:
-    """The experts that some token goes to. Raises UsageError for an id that no expert has."""
+    """The experts that some token goes to, -1 left out. Raises UsageError for an id of none."""
     hit: list[int] = torch.unique(topk_ids).tolist()
-    if hit and not 0 <= hit[0] <= hit[-1] < experts:
-        wrong = hit[0] if hit[0] < 0 else hit[-1]
-        raise UsageError("topk_ids", "no such expert", found=wrong, expected=f"0..{experts - 1}")
-    return hit
+    if hit and not -1 <= hit[0] <= hit[-1] < experts:
+        wrong = hit[0] if hit[0] < -1 else hit[-1]
+        expected = f"0..{experts - 1}, or -1 for one that is elsewhere"
+        raise UsageError("topk_ids", "no such expert", found=wrong, expected=expected)
+    return [expert for expert in hit if expert >= 0]
