@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test lint format schemas bench coverage clean help
+.PHONY: demo test aiter lint format schemas bench coverage clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -13,7 +13,10 @@ demo: $(VENV)/.base    ## make a tiny Quark checkpoint and run every command on 
 	$(BIN)/mxfp4prep demo
 
 test: $(VENV)/.dev     ## run the whole test suite
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	MXFP4PREP_AITER_SITE=$(wildcard $(CURDIR)/.aiter-site) $(BIN)/python -m pytest -n auto $(ARGS)
+
+aiter: $(VENV)/.dev    ## fetch ROCm's aiter (40 MB) beside, not into, the environment: more tests run then
+	$(PIP) --no-deps --upgrade --target .aiter-site amd-aiter==0.1.7.post2.dev18
 
 lint: $(VENV)/.dev     ## ruff and mypy
 	$(BIN)/ruff check .
@@ -46,4 +49,4 @@ $(VENV)/.dev: $(VENV)/.base
 	touch $@
 
 clean:           ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) .aiter-site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -54,7 +54,7 @@ def stored_nbytes(root: Path) -> int:
     return sum(path.stat().st_size for path in shards(root))
 
 
-def read(root: Path, buffers: dict[Path, torch.Tensor], threads: int) -> None:
+def read(buffers: dict[Path, torch.Tensor], threads: int) -> None:
     """Every byte of every shard, in order, in pieces of 8 MiB, into host memory."""
     files = {path: os.open(path, os.O_RDONLY) for path in buffers}
     views = {path: memory.view(buffer) for path, buffer in buffers.items()}
@@ -84,7 +84,7 @@ def read(root: Path, buffers: dict[Path, torch.Tensor], threads: int) -> None:
 def read_into_new_memory(root: Path, threads: int) -> dict[Path, torch.Tensor]:
     """As `read`, into memory on huge pages that is made for it, as a model's is."""
     buffers = {path: memory.empty((path.stat().st_size,), HOST) for path in shards(root)}
-    read(root, buffers, threads)
+    read(buffers, threads)
     return buffers
 
 
@@ -166,8 +166,8 @@ def bench_cpu(prepared: Path, source: Path | None, runs: int) -> dict[str, Any]:
     room = torch.zeros(max(path.stat().st_size for path in shards(prepared)), dtype=torch.uint8)
     buffers = dict.fromkeys(shards(prepared), room)  # one after the other into the same memory
     contestants: dict[str, Callable[[], object]] = {
-        "read_one_thread": lambda: read(prepared, buffers, 1),
-        "read_same_threads": lambda: read(prepared, buffers, threads),
+        "read_one_thread": lambda: read(buffers, 1),
+        "read_same_threads": lambda: read(buffers, threads),
         "read_same_threads_new_memory": lambda: read_into_new_memory(prepared, threads),
         "ready": lambda: mxfp4prep.load(prepared, lazy=False),
         "ready_checked": lambda: mxfp4prep.load(prepared, lazy=False, verify=True),
@@ -208,7 +208,7 @@ def bench_cuda(prepared: Path, device: torch.device, runs: int) -> dict[str, Any
     ratios = {
         f"{name}_over_ready": (name, "ready") for name in contestants if name.startswith("safe")
     }
-    same = same_bytes(prepared, ours(), by_safetensors())
+    same = same_bytes(ours(), by_safetensors())
     seconds = in_turn(contestants, runs, torch.cuda.empty_cache)
     return {
         "device": torch.cuda.get_device_name(device),
@@ -219,9 +219,7 @@ def bench_cuda(prepared: Path, device: torch.device, runs: int) -> dict[str, Any
     }
 
 
-def same_bytes(
-    root: Path, found: mxfp4prep.Prepared, expected: list[dict[str, torch.Tensor]]
-) -> bool:
+def same_bytes(found: mxfp4prep.Prepared, expected: list[dict[str, torch.Tensor]]) -> bool:
     """Whether every layer has, on the device, exactly what safetensors reads."""
     tensors = {name: tensor for part in expected for name, tensor in part.items()}
     pairs = [

@@ -1,0 +1,1 @@
+"""Triton kernels that read the stored layouts directly. Importing a module here imports triton."""

@@ -1,0 +1,133 @@
+"""Which tile sizes a product of a given shape runs with: a small table, not a search at serve time.
+
+Tuned on an H200 (bench/RESULTS.md has the measurements); other GPUs get the same choices.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PROGRAMS = 512
+"""Programs that keep an H200's 132 multiprocessors busy when a program is two warps."""
+
+STEPS = 4
+"""Tiles of columns below which a split costs more than it brings."""
+
+SMALL = 1 << 24
+"""Weights (n * k) below which one launch is mostly overhead, 8 MiB of codes."""
+
+
+class Tile(NamedTuple):
+    """How one launch divides its work.
+
+    kernel       "few", "many" or "scaled", of kernels.gemm and kernels.scaled
+    bm, bn, bk   rows of activations, rows of weights and columns of a tile
+    splits       programs that share a tile's columns
+    """
+
+    kernel: str
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+    def division(self, k: int) -> tuple[int, int]:
+        """Tiles of k columns per split, and how many splits that makes: at most `splits`."""
+        steps = -(-k // self.bk)
+        each = -(-steps // self.splits)
+        return each, -(-steps // each)
+
+    def columns(self, k: int) -> int:
+        """k, rounded up to what the splits read."""
+        each, splits = self.division(k)
+        return each * splits * self.bk
+
+    def loads(self, whole_k: bool, *, amd: bool) -> int:
+        """Steps whose loads are under way at once.
+
+        On AMD's GPUs one where the last tile is ragged: the masks of the steps before and after a
+        pipelined loop do not fit in the scalar registers.
+        """
+        return 1 if amd and not whole_k else self.stages
+
+
+FEW = {
+    8: Tile("few", 8, 64, 128, 2, 4),
+    16: Tile("few", 16, 64, 128, 2, 3),
+    32: Tile("few", 32, 64, 128, 2, 3),
+}
+"""By the most rows of activations they take in one tile."""
+
+MANY = {
+    "short": Tile("many", 64, 64, 128, 4, 3),
+    "64": Tile("many", 64, 128, 128, 4, 3),
+    "128": Tile("many", 128, 128, 128, 8, 3),
+}
+
+SCALED = {
+    16: Tile("scaled", 16, 64, 256, 4, 2),
+    64: Tile("scaled", 64, 128, 256, 4, 2),
+    128: Tile("scaled", 128, 128, 256, 8, 2),
+}
+"""For GPUs that multiply MXFP4 as it is: activations in MXFP4."""
+
+SCALED_BF16 = {
+    16: Tile("scaled", 16, 64, 256, 4, 2),
+    64: Tile("scaled", 64, 128, 128, 4, 2),
+    128: Tile("scaled", 128, 128, 128, 8, 2),
+}
+"""The same for activations in bfloat16: four times the room (of 160 KiB of LDS on gfx950)."""
+
+
+def on_amd(tile: Tile) -> Tile:
+    """The tile for an AMD GPU: its matrix units take 16 rows at least, the loads of two steps fit
+    in the 64 KiB of LDS that gfx942 has, and decoding takes more waves, or registers are spilled.
+    """
+    warps = tile.warps if tile.kernel == "scaled" else min(2 * tile.warps, 8)
+    return tile._replace(bm=max(tile.bm, 16), warps=warps, stages=min(tile.stages, 2))
+
+
+def expands(m: int, n: int, k: int) -> bool:
+    """Whether a bfloat16 copy of an (n, k) weight pays for (m, k) activations."""
+    return m > 64 and (m >= 192 or n * k < SMALL)
+
+
+def dense_tile(m: int, n: int, k: int, pieces: int = 1) -> Tile:
+    """The tile for (m, k) activations, a sum of `pieces`, and an (n, k) weight."""
+    if m <= 32 or pieces > 1 or k < 128:
+        tile = FEW[8 if m <= 8 else 16 if m <= 16 or pieces > 1 else 32]
+        return _split(tile, m, n, k, PROGRAMS)
+    if m <= 64:
+        if k <= 2048:
+            return MANY["short"]
+        return _split(MANY["64"], m, n, k, PROGRAMS // 2)
+    return _split(MANY["128"], m, n, k, PROGRAMS // 4)
+
+
+def _split(tile: Tile, m: int, n: int, k: int, programs: int) -> Tile:
+    blocks = -(-n // tile.bn) * -(-m // tile.bm)
+    steps = -(-k // tile.bk)
+    splits, most = 1, 16 if tile.bm <= 16 else 8
+    while splits < most and 2 * splits * blocks <= programs and steps >= 2 * STEPS * splits:
+        splits *= 2
+    return tile._replace(splits=splits)
+
+
+def scaled_tile(m: int, n: int, k: int, encoded: bool) -> Tile:
+    """As dense_tile, for GPUs that multiply MXFP4 as it is; encoded: x is MXFP4 too."""
+    tile = (SCALED if encoded else SCALED_BF16)[16 if m <= 16 else 64 if m <= 64 else 128]
+    return _split(tile, m, n, k, PROGRAMS // 2)
+
+
+def grouped_tile(pairs: int, experts: int) -> Tile:
+    """The tile for `pairs` rows spread over at most `experts` matrices."""
+    share = pairs / max(1, min(pairs, experts))
+    if share <= 1:
+        return FEW[8]
+    if share <= 16:
+        return FEW[16]
+    if share <= 32:
+        return FEW[32]
+    return MANY["64"]
