@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
 import torch
+
+if not torch.cuda.is_available():  # before anything imports triton: kernels ask when they are made
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
 
 # Two test processes share two cores: with more threads each, small matrices take five times longer.
 torch.set_num_threads(1)

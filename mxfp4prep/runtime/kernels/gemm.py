@@ -150,9 +150,12 @@ def few(
             TILED, False, SCALES, WHOLE_N, WHOLE_K, ODD_K, PTX, BN, BK,
         )  # fmt: skip
         address = x_row + (column // 2 + tl.arange(0, BP))[None, :]
-        for _ in tl.static_range(PIECES):
-            word = tl.load(address, mask=(m < M)[:, None], other=0)
-            address += piece_stride  # not a multiple of it, which int32 might not hold
+        for piece in tl.static_range(PIECES):
+            word = tl.load(
+                address + tl.full((), piece, tl.int64) * piece_stride,
+                mask=(m < M)[:, None],
+                other=0,
+            )
             low = (word & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
             high = ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
             acc = _product(even, tl.trans(low), acc, WIDE)
@@ -238,10 +241,9 @@ def many(
         inside = (m < M)[:, None]
         if not WHOLE_K:
             inside = inside & (k < K)[None, :]
-        address = x_row + k[None, :]
-        for _ in tl.static_range(PIECES):
-            part = tl.load(address, mask=inside, other=0.0)
-            address += piece_stride
+        for piece in tl.static_range(PIECES):
+            first = x_row + tl.full((), piece, tl.int64) * piece_stride
+            part = tl.load(first + k[None, :], mask=inside, other=0.0)
             acc = _product(part, tl.trans(weights), acc, WIDE)
     finish(
         acc, out, bias, row_scale, partial, counters, m, row + tl.arange(0, BN), M, N,
