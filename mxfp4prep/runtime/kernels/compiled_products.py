@@ -108,7 +108,9 @@ def specialized(kernel: str, choice: Choice, target: Target) -> Compilation:
         tile, out = choice["TILE"], choice["OUT"]
         shape, warps = f"{tile.bm}x{tile.bn}x{tile.bk}", tile.warps
         constants |= {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk}
-        constants["STAGES"] = tile.loads(choice["WHOLE_K"], amd=not target.ptx)
+        constants["STAGES"] = tile.loads(
+            choice["WHOLE_K"], choice.get("PIECES", 1), amd=not target.ptx
+        )
         grouped, split = choice["GROUPED"], choice["SPLITS"] > 1
         pointers |= {"out": out, "bias": out}
         pointers["block_rows"] = "*i32" if grouped else out

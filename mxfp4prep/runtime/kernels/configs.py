@@ -44,13 +44,14 @@ class Tile(NamedTuple):
         each, splits = self.division(k)
         return each * splits * self.bk
 
-    def loads(self, whole_k: bool, *, amd: bool) -> int:
+    def loads(self, whole_k: bool, pieces: int = 1, *, amd: bool) -> int:
         """Steps whose loads are under way at once.
 
-        On AMD's GPUs one where the last tile is ragged: the masks of the steps before and after a
-        pipelined loop do not fit in the scalar registers.
+        On AMD's GPUs one where the last tile is ragged, since the masks of the steps before and
+        after a pipelined loop do not fit in the scalar registers, and one where activations come
+        in pieces, of which two steps do not fit in gfx942's LDS.
         """
-        return 1 if amd and not whole_k else self.stages
+        return 1 if amd and (not whole_k or pieces > 1) else self.stages
 
 
 FEW = {

@@ -8,12 +8,13 @@ import torch
 
 from mxfp4prep.errors import UsageError
 from mxfp4prep.mxfp4 import FP8_MAX
-from mxfp4prep.runtime.kernels.configs import Tile, dense_tile, expands, scaled_tile
+from mxfp4prep.runtime.kernels.configs import Tile, dense_tile, expands, on_amd, scaled_tile
 from mxfp4prep.runtime.kernels.launch import (
     PIECES,
     Stored,
     arranged,
     expanded,
+    is_amd,
     multiplies_mxfp4,
     product,
     rows_of,
@@ -50,6 +51,7 @@ def dense(
         return
     if tile is None:
         tile = scaled_tile(m, n, k, encoded) if native else dense_tile(m, n, k, pieces)
+        tile = on_amd(tile) if is_amd(x.device) else tile
     rows = rows_of(x, input_quant, row_scale, tile, k)
     product(rows, Stored(weight, scale, bias, path, n, k, n, k), out, tile)
 

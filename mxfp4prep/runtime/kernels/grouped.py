@@ -9,7 +9,7 @@ import torch
 
 from mxfp4prep.errors import UsageError
 from mxfp4prep.mxfp4 import ELEMENTS, FP8_MAX
-from mxfp4prep.runtime.kernels.configs import Tile, grouped_tile
+from mxfp4prep.runtime.kernels.configs import Tile, grouped_tile, on_amd
 from mxfp4prep.runtime.kernels.dense import row_scales
 from mxfp4prep.runtime.kernels.gates import gate
 from mxfp4prep.runtime.kernels.launch import (
@@ -21,6 +21,7 @@ from mxfp4prep.runtime.kernels.launch import (
     arranged,
     ceil_div,
     dependent,
+    is_amd,
     product,
     rows_of,
 )
@@ -39,9 +40,6 @@ PLACERS = 128
 """Programs at most that place pairs: about one per multiprocessor."""
 
 _singles: dict[tuple[torch.device, int], Tensor] = {}
-
-
-Bank = Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,9 @@ def experts(
     (tokens, top), count = topk_ids.shape, gate_up.weight.shape[0]
     pairs, ids = tokens * top, topk_ids.contiguous()
     sorted_ = tile is not None
-    tile = tile or grouped_tile(pairs, count)
+    if tile is None:
+        tile = grouped_tile(pairs, count)
+        tile = on_amd(tile) if is_amd(x.device) else tile
     if not sorted_ and pairs <= UNSORTED and tile.bm <= 8:
         groups = Groups(_single_rows(pairs, tile.bm, x.device), ids.view(-1), top)
     else:

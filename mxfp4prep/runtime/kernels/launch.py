@@ -84,8 +84,8 @@ def rows_of(x: Tensor, input_quant: str, row_scale: Tensor | None, tile: Tile, k
     if tile.kernel == "scaled" and input_quant == "mxfp4":
         return encoded(x, tile.columns(k))
     if input_quant == "none" and x.dtype == torch.bfloat16 and x.stride(1) == 1:
-        words = k == tile.columns(k) and x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0
-        if tile.kernel != "few" or words:
+        aligned = x.stride(0) % 32 == 0 and x.data_ptr() % 16 == 0
+        if aligned and (tile.kernel != "few" or k == tile.columns(k)):
             return Rows(x)
     return arranged(x, input_quant, row_scale, tile.columns(k))
 
@@ -168,7 +168,7 @@ def product(
         "BM": tile.bm,
         "BN": tile.bn,
         "BK": tile.bk,
-        "STAGES": tile.stages,
+        "STAGES": tile.loads(k == tile.columns(k), rows.pieces, amd=is_amd(device)),
         "num_warps": tile.warps,
     }
     operands = (stored.weight, stored.scale, out if stored.bias is None else stored.bias)
@@ -254,6 +254,11 @@ def ceil_div(count: int, size: int) -> int:
 def speaks_ptx(device: torch.device) -> bool:
     """Whether the device takes NVIDIA's instructions."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+def is_amd(device: torch.device) -> bool:
+    """Whether the device is one of AMD's GPUs."""
+    return device.type == "cuda" and torch.version.hip is not None
 
 
 def multiplies_mxfp4(device: torch.device) -> bool:

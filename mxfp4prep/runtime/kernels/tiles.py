@@ -31,7 +31,8 @@ def load_codes(
     BN: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """The codes of a tile, (BN, BP) uint8 in logical order, zero outside (N, K).
+    """The codes of a tile, (BN, BP) uint8 in logical order: zero from K on; for rows from N on,
+    whose products nobody keeps, those of the last row or strip again.
 
     row, column   the tile's first row and byte column
     P             byte columns of the stored matrix
@@ -42,20 +43,23 @@ def load_codes(
     columns = column + tl.arange(0, BP)
     if TILED and not BY_ROWS:  # strips of 16 rows, chunks of 16 columns: 256 contiguous bytes
         strip = row // 16 + tl.arange(0, BN // 16)
+        if not WHOLE_N:
+            strip = tl.minimum(strip, (N - 1) // 16)
         chunk = column + tl.arange(0, BP // 16) * 16
         byte = tl.arange(0, 256)
         start = strip.to(tl.int64)[:, None] * P * 16 + chunk[None, :] * 16
         address = weight + start[:, :, None] + byte[None, None, :]
-        if WHOLE_N and WHOLE_K:
+        if WHOLE_K:
             stored = tl.load(address)
         else:
             place = chunk[None, :, None] + (byte % 16)[None, None, :]
-            mask = (strip * 16 < N)[:, None, None] & (place * 2 < K)
-            stored = tl.load(address, mask=mask, other=0)
+            stored = tl.load(address, mask=place * 2 < K, other=0)
         stored = tl.reshape(stored, (BN // 16, BP // 16, 16, 16))
         codes = tl.reshape(tl.permute(stored, (0, 2, 1, 3)), (BN, BP))
     else:
         rows = row + tl.arange(0, BN)
+        if not WHOLE_N:
+            rows = tl.minimum(rows, N - 1)
         if TILED:
             tile = (rows // 16).to(tl.int64)[:, None] * P * 16 + (rows % 16 * 16)[:, None]
             address = weight + tile + (columns // 16 * 256 + columns % 16)[None, :]
@@ -63,11 +67,10 @@ def load_codes(
             address = tl.max_contiguous(tl.multiple_of(address, (1, 16)), (1, 16))
         else:
             address = weight + rows.to(tl.int64)[:, None] * P + columns[None, :]
-        if WHOLE_N and WHOLE_K:
+        if WHOLE_K:
             codes = tl.load(address)
         else:
-            mask = (rows < N)[:, None] & (columns * 2 < K)[None, :]
-            codes = tl.load(address, mask=mask, other=0)
+            codes = tl.load(address, mask=(columns * 2 < K)[None, :], other=0)
     if ODD_K:  # the last byte's high code is padding
         codes = tl.where((columns == K // 2)[None, :], codes & 15, codes)
     return codes
@@ -92,13 +95,13 @@ def load_scales(
 
     row, group   the tile's first row and group of 32 columns
     LAYOUT       "tile32x8" (BN % 32 == 0, BC 4 or a multiple of 8), "transposed" or "raw"
-    NS, C        rows and columns of the stored matrix; outside (N, K) the byte is 0, which is
-                 2^-127 and not NaN
+    NS, C        rows and columns of the stored matrix; from K on the byte is 0, which is 2^-127 and
+                 not NaN
     """
     rows = row + tl.arange(0, BN)
     groups = group + tl.arange(0, BC)
     if LAYOUT == "tile32x8":
-        bytes_ = _tiled_scales(scale, row, group, N, C, WHOLE_N and WHOLE_K, BN, BC)
+        bytes_ = _tiled_scales(scale, row, group, N, C, WHOLE_N, WHOLE_K, BN, BC)
         if not WHOLE_K:
             bytes_ = tl.where((groups * 32 < K)[None, :], bytes_, 0)
     elif LAYOUT == "transposed":
@@ -109,27 +112,40 @@ def load_scales(
             mask = (groups * 32 < K)[:, None] & (rows < N)[None, :]
             bytes_ = tl.trans(tl.load(address, mask=mask, other=0))
     else:
+        if not WHOLE_N:
+            rows = tl.minimum(rows, N - 1)
         address = scale + rows.to(tl.int64)[:, None] * C + groups[None, :]
-        if WHOLE_N and WHOLE_K:
+        if WHOLE_K:
             bytes_ = tl.load(address)
         else:
-            mask = (rows < N)[:, None] & (groups * 32 < K)[None, :]
-            bytes_ = tl.load(address, mask=mask, other=0)
+            bytes_ = tl.load(address, mask=(groups * 32 < K)[None, :], other=0)
     return bytes_
 
 
 @triton.jit
-def _tiled_scales(scale, row, group, N, C, WHOLE: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):
+def _tiled_scales(
+    scale,
+    row,
+    group,
+    N,
+    C,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    BN: tl.constexpr,
+    BC: tl.constexpr,
+):
     """(BN, BC) bytes of a scale in tile32x8: blocks in memory order, put right in registers."""
     BLOCKS: tl.constexpr = (BC + 7) // 8
     place = tl.arange(0, BN * BLOCKS * 8)
     band = row // 32 + place // (BLOCKS * 256)
+    if not WHOLE_N:
+        band = tl.minimum(band, (N - 1) // 32)
     within = group // 8 * 256 + place % (BLOCKS * 256)
     address = scale + band.to(tl.int64) * 32 * C + within
-    if WHOLE:
+    if WHOLE_K:
         stored = tl.load(address)
     else:
-        stored = tl.load(address, mask=(band * 32 < N) & (within < C * 32), other=0)
+        stored = tl.load(address, mask=within < C * 32, other=0)
     # of a 32 x 8 block: column % 4, row % 16, column // 4, row // 16
     stored = tl.reshape(stored, (BN // 32, BLOCKS, 4, 16, 2, 2))
     if BC == 4:  # half a block
@@ -204,7 +220,14 @@ def _unpack(codes, scales, BN: tl.constexpr, BC: tl.constexpr):
     codes = codes.to(tl.int32)
     even = code_values(codes & 15) * SUBNORMAL_STEP * factor
     odd = code_values(codes >> 4) * SUBNORMAL_STEP * factor
-    return even.to(tl.bfloat16), odd.to(tl.bfloat16)
+    return _upper_half(even), _upper_half(odd)
+
+
+@triton.jit
+def _upper_half(value):
+    """float32 that bfloat16 holds, as bfloat16: nothing is rounded, so nothing is compared."""
+    bits = value.to(tl.int32, bitcast=True) >> 16
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -237,7 +260,7 @@ def decoded(
     """A tile's numbers: `even` and `odd`, (BN, BK / 2) bfloat16.
 
     row, column   the tile's first row and column
-    N, K          rows and columns of the matrix that count; what lies outside is zero
+    N, K          rows and columns of the matrix that count; zero from K on
     NS, P, C      the stored matrix' rows, byte columns and groups
     """
     BC: tl.constexpr = BK // 32
