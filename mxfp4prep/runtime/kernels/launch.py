@@ -65,7 +65,7 @@ class Stored(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Which rows go to which matrix of a bank, as routing.sort_by_expert lists them.
+    """Which rows go to which matrix of a bank, as grouped.sorted_pairs lists them.
 
     rows      (blocks * bm,) int32; expert (blocks,) int32
     top       a row of x is its number in `rows` divided by top
@@ -79,7 +79,7 @@ class Groups(NamedTuple):
 def rows_of(x: Tensor, input_quant: str, row_scale: Tensor | None, tile: Tile, k: int) -> Rows:
     """x (m, k) quantized, for a product with `tile`; x itself where the kernel can read it.
 
-    row_scale   for FP8 inputs, as input_scales gives it
+    row_scale   for FP8 inputs, as dense.row_scales gives it
     """
     if tile.kernel == "scaled" and input_quant == "mxfp4":
         return encoded(x, tile.columns(k))
