@@ -911,7 +911,7 @@ def test_the_audit_says_the_same_of_a_repository_and_of_a_directory(serve, tmp_p
     for source in (f"org/{name}", str(FIXTURES / name)):
         code = (
             f"import sys; sys.argv = ['mxfp4prep', 'audit', {source!r}, '--format', 'json', "
-            "'--fail-on', 'never']\n"
+            "'--fail-on', 'never', '--no-progress']\n"
             "from mxfp4prep.cli import main\n"
             "try:\n    main()\nexcept SystemExit as exit:\n    assert not exit.code, exit.code\n"
             "assert 'torch' not in sys.modules\n"

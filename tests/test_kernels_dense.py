@@ -406,3 +406,13 @@ def test_splits_are_summed_in_one_order_whoever_comes_last(monkeypatch, tile, or
     assert_product(expected, quantized64(x, quant, STATIC), matrix.dense, None)
     in_order(monkeypatch, ORDERS[order])
     assert torch.equal(multiplied(matrix, x, split, quant), expected)
+
+
+def test_operands_that_do_not_lie_side_by_side():
+    weight = torch.full((4, 16), 0x22, dtype=torch.uint8)
+    scale = torch.arange(126, 130, dtype=torch.uint8).view(1, 4)
+    x, bias = torch.ones((2, 32), dtype=torch.float32), torch.arange(8.0)
+    expected = 32 * 2.0 ** torch.arange(-1.0, 3.0) + bias[::2]
+    for w, s in ((weight, scale), (weight.t().contiguous().t(), scale.repeat(1, 2)[:, :4])):
+        y = triton_backend.gemm(x, w, s, 4, "triton", "none", bias=bias[::2], input_scale=None)
+        assert torch.equal(y, expected.expand(2, 4))

@@ -26,6 +26,8 @@ def gemm(
     """As ops.gemm."""
     out = x.new_empty((x.shape[0], n))
     if out.numel():
+        weight, scale = weight.contiguous(), scale.contiguous()
+        bias = None if bias is None else bias.contiguous()
         dense(x, weight, scale, out, path, input_quant, bias, input_scale)
     return out
 

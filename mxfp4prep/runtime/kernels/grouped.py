@@ -75,7 +75,9 @@ def experts(
         tile = grouped_tile(pairs, count)
         tile = on_amd(tile) if is_amd(x.device) else tile
     if not sorted_ and pairs <= UNSORTED and tile.bm <= 8:
-        groups = Groups(_single_rows(pairs, tile.bm, x.device), ids.view(-1), top)
+        expert = ids.view(-1).long()  # one of nobody must not be looked up in the bank
+        expert = torch.where((expert >= 0) & (expert < count), expert, -1)
+        groups = Groups(_single_rows(pairs, tile.bm, x.device), expert, top)
     else:
         groups = sorted_pairs(ids, count, tile.bm, top)
     rows, per_pair = _first_rows(x, ids, count, input_quant, input_scales[0], gate_up.k, tile)
