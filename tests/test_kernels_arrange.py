@@ -361,3 +361,12 @@ def test_every_number_is_written_and_nothing_else(name, m, k, width, bm):
         "none": x.double(), "mxfp4": fake_quantize64(x), "fp8_token": fp8_codes64(x, torch.ones(1)),
     }[name]  # fmt: skip
     assert torch.equal(out.double().sum(0)[:, :k], expected)
+
+
+# numpy, in which Triton's interpreter computes, warns of what a GPU does without a word
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered:RuntimeWarning")
+def test_a_scale_of_zero_does_not_reach_the_columns_behind_k():
+    x, scale = torch.ones((2, 33)), torch.zeros(2)
+    rows = arranged(x, "fp8_static", scale, 128).tensor[0]
+    assert torch.equal(rows[:, 33:], torch.zeros((2, 95), dtype=torch.bfloat16))
+    assert not rows.isnan().any()

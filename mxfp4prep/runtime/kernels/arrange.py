@@ -81,6 +81,7 @@ def arrange(
     if KIND == "fp8":
         scale = tl.load(row_scale + row, mask=row < M, other=1.0)
         value = _fp8_values(value, scale[:, None])
+        value = tl.where(inside, value, 0.0)  # zero over a scale of zero would be NaN
     target = out + row.to(tl.int64)[:, None] * width + column[None, :]
     kept = (row < M)[:, None] & (column < width)[None, :]
     for _ in tl.static_range(PIECES):
