@@ -139,9 +139,7 @@ def fake_quantize_fp8(x: Tensor, scale: Tensor | float) -> Tensor:
 def fake_quantize_fp8_per_token(x: Tensor) -> Tensor:
     """`x` rounded to float8_e4m3fn, each row at its own scale absmax / 448: (..., k) float32."""
     values = x.to(torch.float32)
-    scale = values.abs().amax(-1, keepdim=True) / FP8_MAX
-    scale.masked_fill_(scale == 0, torch.finfo(torch.float32).eps)  # a row of zeros stays zero
-    return fake_quantize_fp8(values, scale)
+    return fake_quantize_fp8(values, dynamic_fp8_scale(values.abs().amax(-1, keepdim=True)))
 
 
 def fake_quantize_fp8_per_tensor(x: Tensor) -> Tensor:
@@ -149,8 +147,17 @@ def fake_quantize_fp8_per_tensor(x: Tensor) -> Tensor:
     values = x.to(torch.float32)
     if values.numel() == 0:
         return values
-    scale = values.abs().amax() / FP8_MAX
-    return fake_quantize_fp8(values, scale.masked_fill(scale == 0, torch.finfo(torch.float32).eps))
+    return fake_quantize_fp8(values, dynamic_fp8_scale(values.abs().amax()))
+
+
+def dynamic_fp8_scale(largest: Tensor) -> Tensor:
+    """absmax / 448, rounded as IEEE 754 divides, on every device; float32 as `largest`.
+
+    Where all is zero the scale is the smallest step at one, so that zeros stay zero.
+    """
+    # GPUs multiply by the reciprocal of a number that the host holds, which is an ulp off
+    scale = largest / largest.new_full((), FP8_MAX)
+    return torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
 
 
 def _check_pair(packed: Tensor, scale: Tensor, k: int) -> None:

@@ -1,5 +1,7 @@
 """Stored weights with their float64 values, quantized inputs and error bounds, for kernel tests.
 
+Kernels run on the GPU where there is one (`ported`), and in Triton's interpreter elsewhere.
+
 Triton's interpreter has no bfloat16 of its own. Triton 3.9.0's conversions from float32 truncate
 where GPUs round to nearest even, and lose the leading bit of subnormal numbers in either direction:
 2^-127 becomes zero. `true_bfloat16` puts conversions and products in their place that do what the
@@ -179,8 +181,48 @@ def float32_of(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def ported(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, on the GPU where there is one: what it takes goes there and comes back.
+
+    Whole storages travel, so that strides stay, and what lies around a tensor lies around it there.
+    """
+    if not torch.cuda.is_available():
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        taken: dict[Any, tuple[Tensor, Tensor]] = {}
+
+        def there(value: Any) -> Any:
+            if isinstance(value, tuple) and hasattr(value, "_fields"):
+                return type(value)(*map(there, value))
+            if not isinstance(value, Tensor):
+                return value
+            storage = value.untyped_storage()
+            key = storage.data_ptr(), value.dtype
+            if key not in taken:
+                count = storage.nbytes() // value.element_size()
+                whole = value.new_empty(0).set_(storage, 0, (count,), (1,))
+                taken[key] = whole, whole.cuda()
+            return taken[key][1].as_strided(value.shape, value.stride(), value.storage_offset())
+
+        def here(value: Any) -> Any:
+            if isinstance(value, tuple):
+                parts = map(here, value)
+                return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+            return value.cpu() if isinstance(value, Tensor) else value
+
+        result = function(*map(there, args), **{key: there(v) for key, v in kwargs.items()})
+        for before, after in taken.values():
+            before.copy_(after)
+        return here(result)
+
+    return call
+
+
 def true_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the interpreter convert and multiply bfloat16 as GPUs do."""
+    """Makes the interpreter convert and multiply bfloat16 as GPUs do; they need nothing."""
+    if torch.cuda.is_available():
+        return
     from triton.language import bfloat16, float32
     from triton.runtime import interpreter
 
@@ -211,6 +253,8 @@ def in_order(monkeypatch: pytest.MonkeyPatch, order: Callable[[Sequence[int]], l
 
     order   the numbers of all programs -> the same in the order to run them
     """
+    if torch.cuda.is_available():
+        pytest.skip("a GPU runs programs in the order it likes")
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder

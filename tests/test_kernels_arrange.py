@@ -19,6 +19,7 @@ from kernel_cases import (
     fp8_codes64,
     guarded,
     mx64,
+    ported,
     true_bfloat16,
 )
 from prepared_factory import decode64, fake_quantize64
@@ -27,8 +28,10 @@ from safetensors.torch import load_file
 
 pytest.importorskip("triton")
 
+from mxfp4prep.runtime.kernels import launch
 from mxfp4prep.runtime.kernels.arrange import arrange, encode
-from mxfp4prep.runtime.kernels.launch import arranged
+
+arranged = ported(launch.arranged)
 
 pytestmark = [  # numpy says of infinities what GPUs do in silence
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -60,7 +63,7 @@ def encoded(x, p=None, c=None, bm=1, bk=256):
     codes = guarded(torch.full((m, p), 0xAA, dtype=torch.uint8), 0x55)
     scales = guarded(torch.full((m, c), 0xAA, dtype=torch.uint8), 0x55)
     grid = (-(-m // bm), -(-max(2 * p, 32 * c) // bk))
-    encode[grid](x, codes, scales, m, k, x.stride(0), p, c, BM=bm, BK=bk)
+    ported(encode[grid])(x, codes, scales, m, k, x.stride(0), p, c, BM=bm, BK=bk)
     for tensor in (codes, scales):
         start, size = tensor.storage_offset(), tensor.numel()
         buffer = tensor.as_strided((2 * start + size,), (1,), 0)
@@ -252,7 +255,7 @@ def test_fp8_values_are_exact():
     for sign in (1.0, -1.0):
         scale = torch.ones(1)
         found = arranged(sign * x, "fp8_static", scale, x.shape[1])
-        assert found.row_scale is scale
+        assert torch.equal(found.row_scale, scale)
         assert torch.equal(found.tensor[0].double(), fp8_codes64(sign * x, scale))
 
 
@@ -349,7 +352,7 @@ def test_every_number_is_written_and_nothing_else(name, m, k, width, bm):
     out = target.out.view(pieces, m, width)
     source = between_nans(x, left=1, right=5)
     mantissa, low, top = PARAMETERS["mxfp4"]
-    arrange[(-(-m // bm), -(-width // 256))](
+    ported(arrange[(-(-m // bm), -(-width // 256))])(
         source, out, torch.ones(m), m, k, source.stride(0), width, m * width,
         KIND={"none": "none", "mxfp4": "mx", "fp8_token": "fp8"}[name],
         MANT=mantissa, LOW=low, TOP=top, PIECES=pieces, PDL=False, BM=bm, BK=256,

@@ -13,6 +13,7 @@ from kernel_cases import (
     Target,
     assert_same_values,
     bfloat16_of,
+    ported,
     random_stored,
     stored,
     true_bfloat16,
@@ -23,9 +24,11 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 from mxfp4prep.layouts import PATHS
+from mxfp4prep.runtime.kernels import launch
 from mxfp4prep.runtime.kernels.expand import expand
-from mxfp4prep.runtime.kernels.launch import expanded
 from mxfp4prep.runtime.kernels.tiles import UNPACK_PTX
+
+expanded = ported(launch.expanded)
 
 pytestmark = [  # numpy says of infinities what GPUs do in silence
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -164,7 +167,7 @@ def expanded_by_ptx(matrix, n, k):
     """launch.expanded as it is on NVIDIA's GPUs."""
     weight_layout, scale_layout = PATHS[matrix.path]
     out = torch.full((n, k), torch.nan, dtype=torch.bfloat16)
-    expand[(-(-n // 32), -(-k // 256))](
+    ported(expand[(-(-n // 32), -(-k // 256))])(
         matrix.weight, matrix.scale, out, n, n, k, -(-k // 2), -(-k // 32),
         TILED=weight_layout == "tile16x16", SCALES=scale_layout, WHOLE_N=n % 32 == 0,
         WHOLE_K=k % 256 == 0, ODD_K=k % 2 == 1, PTX=True, BN=32, BK=256,
@@ -232,7 +235,7 @@ def test_expanded(unpack, path, n, k):
 def test_expanding_writes_the_matrix_and_nothing_else():
     matrix = random_stored("kept", 35, 81, torch.Generator().manual_seed(1))
     target = Target(35, 81, torch.bfloat16)
-    expand[(2, 1)](
+    ported(expand[(2, 1)])(
         matrix.weight, matrix.scale, target.out, 35, 35, 81, 41, 3, TILED=False, SCALES="raw",
         WHOLE_N=False, WHOLE_K=False, ODD_K=True, PTX=False, BN=32, BK=256,
     )  # fmt: skip

@@ -1,10 +1,6 @@
-"""The experts on the Triton kernels, run by Triton's interpreter on the CPU, against float64."""
+"""The experts on the Triton kernels, on a GPU or in Triton's interpreter, against float64."""
 
 from __future__ import annotations
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from kernel_cases import ported
 from moe_cases import Expert, close, pairwise, routed64
 from prepared_factory import LAYOUT_IDS, decode64, fake_quantize64, lay_out
 from torch import Tensor
@@ -24,9 +21,12 @@ from mxfp4prep.runtime.gating import GATES
 pytest.importorskip("triton")
 from mxfp4prep.runtime.backends import triton_backend
 from mxfp4prep.runtime.kernels import grouped
-from mxfp4prep.runtime.kernels.configs import FEW, MANY
-from mxfp4prep.runtime.kernels.grouped import Gate, experts, sorted_pairs
+from mxfp4prep.runtime.kernels.configs import FEW, MANY, SCALED, SCALED_BF16
+from mxfp4prep.runtime.kernels.grouped import Gate
 from mxfp4prep.runtime.kernels.launch import Stored
+
+fused_moe, experts = ported(triton_backend.fused_moe), ported(grouped.experts)
+sorted_pairs = ported(grouped.sorted_pairs)
 
 # numpy speaks up where a GPU computes on: NaN and infinities of lanes that are masked off later
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -119,7 +119,7 @@ class Model:
     def run(
         self, x: Tensor, weights: Tensor, ids: Tensor, quant: str = "none", **kw: Any
     ) -> Tensor:
-        return triton_backend.fused_moe(
+        return fused_moe(
             x, *self.banks, weights, ids, self.width, *self.paths, quant, **PLAIN | self.biases | kw
         )
 
@@ -241,7 +241,9 @@ def test_half_precision(dtype: torch.dtype, tokens: int) -> None:
     close(found, expected, 2**-7 if dtype == torch.bfloat16 else 2**-10)
 
 
-@pytest.mark.parametrize("tile", [FEW[8], FEW[16]._replace(splits=2), FEW[32], MANY["short"]])
+@pytest.mark.parametrize(
+    "tile", [FEW[8], FEW[16]._replace(splits=2), FEW[32], MANY["64 by 64"], MANY["128"]]
+)
 def test_every_tile_gives_the_same(tile: Any) -> None:
     model = Model(3, 256, 256)
     x, weights, ids = model.tokens(20, 2)
@@ -257,11 +259,36 @@ def test_every_tile_gives_the_same(tile: Any) -> None:
     close(out, model.expected(x, weights, ids, "silu", None, same), 1e-5)
 
 
+@pytest.mark.parametrize("quant", ["none", "mxfp4"])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_experts_on_gpus_that_multiply_mxfp4(
+    rows: int, quant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tile(*args: Any) -> Any:
+        return (SCALED if quant == "mxfp4" else SCALED_BF16)[rows]
+
+    monkeypatch.setattr(grouped, "multiplies_mxfp4", lambda device: True)
+    monkeypatch.setattr(grouped, "grouped_scaled_tile", tile)
+    model = Model(3, 256, 256, ("asm", "kept"), pads=(6, 37))
+    x, weights, ids = model.tokens(9, 2)
+    weights.nan_to_num_(0.5)
+    x = padded(x, 256).bfloat16()
+    quantized = QUANT[quant]
+    found = model.run(x, weights, ids, quant, hidden_pad=6, intermediate_pad=37)
+    close(found, model.expected(x, weights, ids, "silu", None, quantized), 2e-2)
+    other = model.expected(
+        x, weights, ids, "silu", None, same if quant == "mxfp4" else QUANT["mxfp4"]
+    )
+    with pytest.raises(AssertionError):
+        close(found, other, 2e-2)
+
+
 @pytest.mark.parametrize(
-    ("pairs", "count", "bm"), [(1, 1, 8), (30, 3, 8), (200, 40, 16), (700, 5, 32), (700, 130, 8)]
+    ("pairs", "count", "bm"), [(1, 1, 8), (30, 3, 8), (200, 40, 16), (700, 5, 32), (300, 130, 8)]
 )
 def test_sorted_pairs(pairs: int, count: int, bm: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "PLACERS", 3)  # several chunks in each program
+    monkeypatch.setattr(grouped, "PARTS", 3)
+    monkeypatch.setattr(grouped, "CHUNKS", ((32, 2), (64, 4)))  # several of them in each part
     generator = torch.Generator().manual_seed(pairs)
     ids = torch.randint(-1, count + 2, (pairs, 1), generator=generator)
     groups = sorted_pairs(ids, count, bm, 1)

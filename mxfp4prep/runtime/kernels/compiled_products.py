@@ -79,10 +79,14 @@ def _never(axes: Axes) -> list[Pair]:
         if dtype != "*fp32":  # of grouped products also where activations are not
             never += [("OUT", dtype, "PIECES", other) for other in (2, 3) if other != pieces]
     if axes["TILE"][0].kernel == "many":  # sums of pieces take it in groups only, and one tile
-        others = [tile for tile in axes["TILE"] if (tile.bm, tile.bn) != configs.MANY["64"][1:3]]
+        others = [tile for tile in axes["TILE"] if tile[1:4] != configs.MANY["64"][1:4]]
         for pieces in (2, 3):
             never += [("PIECES", pieces, "GROUPED", False)]
             never += [("PIECES", pieces, "TILE", tile) for tile in others]
+    if axes["TILE"][0].kernel == "few":
+        tallest = max(axes["TILE"])  # of whole rows of dense products alone
+        never += [("TILE", tallest, "PIECES", pieces) for pieces in (2, 3)]
+        never += [("TILE", tallest, "GROUPED", True)]
     tall = [tile for tile in axes["TILE"] if tile.bm > 16]
     never += [("TILE", tile, "SPLITS", SPLITS[-1]) for tile in tall]
     return never
@@ -116,7 +120,7 @@ def specialized(kernel: str, choice: Choice, target: Target) -> Compilation:
         pointers["block_rows"] = "*i32" if grouped else out
         pointers["block_expert"] = choice["IDS"] if grouped else out
         pointers |= {"partial": "*fp32" if split else out, "counters": "*i32" if split else out}
-        sizes += ["M", "x_stride", "steps", "top"]
+        sizes += ["M", "x_stride", "steps", "top", "E"]
         if kernel == "scaled":
             pointers["x"] = pointers["x_scale"] = "*u8" if choice["ENCODED"] else "*bf16"
             sizes.append("x_groups")

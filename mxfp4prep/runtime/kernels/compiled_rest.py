@@ -18,8 +18,8 @@ from mxfp4prep.runtime.kernels.compilation import (
 )
 from mxfp4prep.runtime.kernels.covering import Pair, covering
 
-EXPERTS = 16, 64, 256, 512
-"""Powers of two that the experts of known models fit in."""
+EXPERTS = 16, 64, 256, 1024
+"""Powers of two above the numbers of experts that known models have."""
 
 TOP = 1, 4, 8, 10
 """Experts per token of known models."""
@@ -118,16 +118,19 @@ def _gate(choice: Choice) -> tuple[dict[str, Any], Types, int]:
 
 
 def _count_pairs(choice: Choice) -> tuple[dict[str, Any], Types, int]:
-    experts = choice["EXPERTS"]
-    chunk = min(128, max(16, 16384 // experts))
     types = {"ids": choice["IDS"], "counts": "*i32"} | _integers("pairs", "span", "E")
-    return {"EXPERTS": experts, "CHUNK": chunk}, types, 4 if experts * chunk <= 8192 else 8
+    return (
+        {"EXPERTS": choice["EXPERTS"], "CHUNK": configs.CHUNKS[-1][0]},
+        types,
+        configs.CHUNKS[-1][1],
+    )
 
 
 def _list_pairs(choice: Choice) -> tuple[dict[str, Any], Types, int]:
-    constants, types, warps = _count_pairs(choice)
-    constants |= {"COUNTED": choice["COUNTED"], "BM": choice["BM"]}
-    types |= {"rows": "*i32", "block_expert": "*i32", "blocks": "i32"}
+    constants, types, _ = _count_pairs(choice)
+    counted, chunk, warps = choice["PAIRS"]
+    constants |= {"COUNTED": counted, "CHUNK": chunk, "BM": choice["BM"]}
+    types |= {"rows": "*i32", "block_expert": "*i32", "parts": "i32", "blocks": "i32"}
     return constants, types, warps
 
 
@@ -143,6 +146,9 @@ ROWS = (1, 1), (2, 2)
 """Rows and warps of a program."""
 
 SORTING: dict[str, Sequence[Any]] = {"IDS": ("*i32", "*i64"), "EXPERTS": EXPERTS}
+
+PAIRS = [(False, *configs.CHUNKS[0]), (False, *configs.CHUNKS[1]), (True, *configs.CHUNKS[1])]
+"""Whether they were counted before, how many are looked at together, and warps."""
 
 KERNELS = {
     "arrange": Kernel(
@@ -176,7 +182,7 @@ KERNELS = {
     "count_pairs": Kernel("routing", SORTING, _count_pairs),
     "list_pairs": Kernel(
         "routing",
-        SORTING | {"COUNTED": (False, True), "BM": BLOCK_ROWS},
+        SORTING | {"BM": BLOCK_ROWS, "PAIRS": PAIRS},
         _list_pairs,
     ),
     "combine": Kernel(

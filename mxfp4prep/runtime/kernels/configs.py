@@ -11,10 +11,19 @@ PROGRAMS = 512
 """Programs that keep an H200's 132 multiprocessors busy when a program is two warps."""
 
 STEPS = 4
-"""Tiles of columns below which a split costs more than it brings."""
+"""Tiles of columns below which a split costs more than it brings: what splits add up is small where
+rows are few."""
+
+COLUMNS = 512
+"""Columns up to which a split of more rows costs more than it brings."""
 
 SMALL = 1 << 24
 """Weights (n * k) below which one launch is mostly overhead, 8 MiB of codes."""
+
+
+CHUNKS = (128, 2), (1024, 4)
+"""Pairs that a program which lists an expert's looks at together, and its warps: the second where
+there are more than the first can take. Of more still, counting is a launch of its own."""
 
 
 class Tile(NamedTuple):
@@ -58,14 +67,17 @@ FEW = {
     8: Tile("few", 8, 64, 128, 2, 4),
     16: Tile("few", 16, 64, 128, 2, 3),
     32: Tile("few", 32, 64, 128, 2, 3),
+    64: Tile("few", 64, 128, 128, 4, 3),
 }
 """By the most rows of activations they take in one tile."""
 
 MANY = {
-    "short": Tile("many", 64, 64, 128, 4, 3),
     "64": Tile("many", 64, 128, 128, 4, 3),
-    "128": Tile("many", 128, 128, 128, 8, 3),
+    "64 by 64": Tile("many", 64, 128, 64, 4, 4),
+    "128": Tile("many", 128, 64, 64, 4, 3),
 }
+"""By the rows of activations they take in one tile. Those with 64 columns leave registers for more
+programs at once, but read 32 bytes of a raw weight's row at a time, half of what a GPU fetches."""
 
 SCALED = {
     16: Tile("scaled", 16, 64, 256, 4, 2),
@@ -75,7 +87,7 @@ SCALED = {
 """For GPUs that multiply MXFP4 as it is: activations in MXFP4."""
 
 SCALED_BF16 = {
-    16: Tile("scaled", 16, 64, 256, 4, 2),
+    16: Tile("scaled", 16, 64, 128, 4, 2),
     64: Tile("scaled", 64, 128, 128, 4, 2),
     128: Tile("scaled", 128, 128, 128, 8, 2),
 }
@@ -84,34 +96,40 @@ SCALED_BF16 = {
 
 def on_amd(tile: Tile) -> Tile:
     """The tile for an AMD GPU: its matrix units take 16 rows at least, the loads of two steps fit
-    in the 64 KiB of LDS that gfx942 has, and decoding takes more waves, or registers are spilled.
+    in the 64 KiB of LDS that gfx942 has, and with fewer waves registers are spilled: for decoded
+    numbers, and where tiles are ragged for the masks of all the bytes that a wave reads.
     """
-    warps = tile.warps if tile.kernel == "scaled" else min(2 * tile.warps, 8)
-    return tile._replace(bm=max(tile.bm, 16), warps=warps, stages=min(tile.stages, 2))
+    return tile._replace(
+        bm=max(tile.bm, 16), warps=min(2 * tile.warps, 8), stages=min(tile.stages, 2)
+    )
 
 
 def expands(m: int, n: int, k: int) -> bool:
     """Whether a bfloat16 copy of an (n, k) weight pays for (m, k) activations."""
-    return m > 64 and (m >= 192 or n * k < SMALL)
+    return m >= 192 or (m > 64 and n * k < SMALL and k > 2048)
 
 
-def dense_tile(m: int, n: int, k: int, pieces: int = 1) -> Tile:
-    """The tile for (m, k) activations, a sum of `pieces`, and an (n, k) weight."""
+def dense_tile(m: int, n: int, k: int, pieces: int = 1, *, tiled: bool) -> Tile:
+    """The tile for (m, k) activations, a sum of `pieces`, and an (n, k) weight.
+
+    tiled   the weight is stored in tile16x16
+    """
     if m <= 32 or pieces > 1 or k < 128:
         tile = FEW[8 if m <= 8 else 16 if m <= 16 or pieces > 1 else 32]
         return _split(tile, m, n, k, PROGRAMS)
-    if m <= 64:
-        if k <= 2048:
-            return MANY["short"]
-        return _split(MANY["64"], m, n, k, PROGRAMS // 2)
-    return _split(MANY["128"], m, n, k, PROGRAMS // 4)
+    if m <= 64 and n * k < SMALL:
+        return _split(FEW[32], m, n, k, PROGRAMS)
+    if m <= 64 and tiled:
+        return _split(FEW[64], m, n, k, PROGRAMS // 2)
+    return _split(MANY["128" if m > 64 and tiled else "64"], m, n, k, PROGRAMS // 2)
 
 
 def _split(tile: Tile, m: int, n: int, k: int, programs: int) -> Tile:
+    """The tile with as many splits as keep `programs` busy, and enough columns in each."""
     blocks = -(-n // tile.bn) * -(-m // tile.bm)
-    steps = -(-k // tile.bk)
-    splits, most = 1, 16 if tile.bm <= 16 else 8
-    while splits < most and 2 * splits * blocks <= programs and steps >= 2 * STEPS * splits:
+    most, columns = (16, STEPS * tile.bk - 1) if tile.bm <= 16 else (8, COLUMNS)
+    splits = 1
+    while splits < most and 2 * splits * blocks <= programs and k > 2 * splits * columns:
         splits *= 2
     return tile._replace(splits=splits)
 
@@ -122,13 +140,22 @@ def scaled_tile(m: int, n: int, k: int, encoded: bool) -> Tile:
     return _split(tile, m, n, k, PROGRAMS // 2)
 
 
-def grouped_tile(pairs: int, experts: int) -> Tile:
-    """The tile for `pairs` rows spread over at most `experts` matrices."""
-    share = pairs / max(1, min(pairs, experts))
-    if share <= 1:
-        return FEW[8]
-    if share <= 16:
-        return FEW[16]
-    if share <= 32:
-        return FEW[32]
-    return MANY["64"]
+def grouped_tile(pairs: int, experts: int, pieces: int = 1, *, tiled: bool) -> Tile:
+    """The tile for `pairs` rows, sums of `pieces`, spread over at most `experts` matrices."""
+    share = _share(pairs, experts)
+    if share <= 24:
+        return FEW[8 if share <= 6 else 16 if share <= 16 else 32]
+    if pieces > 1 or (share <= 64 and not tiled):
+        return MANY["64"]
+    return MANY["128" if share > 128 and tiled else "64 by 64"]
+
+
+def grouped_scaled_tile(pairs: int, experts: int, encoded: bool) -> Tile:
+    """As grouped_tile, for GPUs that multiply MXFP4 as it is; encoded: x is MXFP4 too."""
+    share = _share(pairs, experts)
+    return (SCALED if encoded else SCALED_BF16)[16 if share <= 16 else 64 if share <= 64 else 128]
+
+
+def _share(pairs: int, experts: int) -> float:
+    """Rows that a matrix gets on average, of those that get any."""
+    return pairs / max(1, min(pairs, experts))

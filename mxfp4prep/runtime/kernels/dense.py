@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mxfp4prep.errors import UsageError
-from mxfp4prep.mxfp4 import FP8_MAX
+from mxfp4prep.layouts import PATHS
+from mxfp4prep.mxfp4 import dynamic_fp8_scale
 from mxfp4prep.runtime.kernels.configs import Tile, dense_tile, expands, on_amd, scaled_tile
 from mxfp4prep.runtime.kernels.launch import (
     PIECES,
@@ -50,7 +51,11 @@ def dense(
         by_expanding(x, weight, scale, out, path, input_quant, bias, row_scale)
         return
     if tile is None:
-        tile = scaled_tile(m, n, k, encoded) if native else dense_tile(m, n, k, pieces)
+        tiled = PATHS[path][0] == "tile16x16"
+        if native:
+            tile = scaled_tile(m, n, k, encoded)
+        else:
+            tile = dense_tile(m, n, k, pieces, tiled=tiled)
         tile = on_amd(tile) if is_amd(x.device) else tile
     rows = rows_of(x, input_quant, row_scale, tile, k)
     product(rows, Stored(weight, scale, bias, path, n, k, n, k), out, tile)
@@ -97,5 +102,4 @@ def row_scales(x: Tensor, input_quant: str, input_scale: Tensor | None) -> Tenso
     largest = x.abs().amax(-1).float()
     if input_quant == "fp8_tensor":
         largest = largest.amax().expand(rows)
-    scale = largest / FP8_MAX
-    return torch.where(scale == 0, torch.finfo(torch.float32).eps, scale).contiguous()
+    return dynamic_fp8_scale(largest).contiguous()

@@ -74,7 +74,7 @@ def finish(
         tl.store(address, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["M", "steps", "top"])
+@triton.jit(do_not_specialize=["M", "steps", "top", "E"])
 def few(
     x,
     weight,
@@ -96,6 +96,7 @@ def few(
     piece_stride,
     steps,
     top,
+    E,
     PIECES: tl.constexpr,
     TILED: tl.constexpr,
     SCALES: tl.constexpr,
@@ -123,7 +124,7 @@ def few(
     steps    tiles of BK columns that a program takes; SPLITS programs share a tile of out
     GROUPED  rows of x and out are picked: block b takes rows `block_rows[b * BM + i] // top` of x,
              writes rows `block_rows[...]` of out (those of M and more are padding), and multiplies
-             by matrix `block_expert[b]` of the bank; a negative one ends the list
+             by matrix `block_expert[b]` of the bank's E; a block of another number is nobody's
     WIDE     multiply in float32, for Triton's interpreter, which has no bfloat16
     """
     if PDL:
@@ -134,7 +135,7 @@ def few(
     row = tile % blocks_n * BN
     m, source, expert = rows_of_block(block_rows, block_expert, tile // blocks_n, top, GROUPED, BM)
     if GROUPED:
-        if expert < 0:
+        if (expert < 0) | (expert >= E):
             return
         weight += expert.to(tl.int64) * NS * P
         scale += expert.to(tl.int64) * NS * C
@@ -173,7 +174,7 @@ def _product(a, b, acc, WIDE: tl.constexpr):
     return tl.dot(a, b, acc)
 
 
-@triton.jit(do_not_specialize=["M", "steps", "top"])
+@triton.jit(do_not_specialize=["M", "steps", "top", "E"])
 def many(
     x,
     weight,
@@ -195,6 +196,7 @@ def many(
     piece_stride,
     steps,
     top,
+    E,
     PIECES: tl.constexpr,
     TILED: tl.constexpr,
     SCALES: tl.constexpr,
@@ -222,7 +224,7 @@ def many(
     row = tile % blocks_n * BN
     m, source, expert = rows_of_block(block_rows, block_expert, tile // blocks_n, top, GROUPED, BM)
     if GROUPED:
-        if expert < 0:
+        if (expert < 0) | (expert >= E):
             return
         weight += expert.to(tl.int64) * NS * P
         scale += expert.to(tl.int64) * NS * C

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from mxfp4prep.errors import UsageError
-from mxfp4prep.mxfp4 import ELEMENTS, FP8_MAX
-from mxfp4prep.runtime.kernels.configs import Tile, grouped_tile, on_amd
+from mxfp4prep.layouts import PATHS
+from mxfp4prep.mxfp4 import ELEMENTS, dynamic_fp8_scale
+from mxfp4prep.runtime.kernels.configs import (
+    CHUNKS,
+    Tile,
+    grouped_scaled_tile,
+    grouped_tile,
+    on_amd,
+)
 from mxfp4prep.runtime.kernels.dense import row_scales
 from mxfp4prep.runtime.kernels.gates import gate
 from mxfp4prep.runtime.kernels.launch import (
@@ -21,7 +28,9 @@ from mxfp4prep.runtime.kernels.launch import (
     arranged,
     ceil_div,
     dependent,
+    encoded,
     is_amd,
+    multiplies_mxfp4,
     product,
     rows_of,
 )
@@ -33,11 +42,8 @@ if TYPE_CHECKING:
 UNSORTED = 64
 """Pairs up to which each is a block of its own: the sort's launch costs more than it saves."""
 
-COUNTED = 4
-"""Chunks of pairs above which counting them is a launch of its own."""
-
-PLACERS = 128
-"""Programs at most that place pairs: about one per multiprocessor."""
+PARTS = 16
+"""Parts at most that many pairs are divided into."""
 
 _singles: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -72,12 +78,19 @@ def experts(
     pairs, ids = tokens * top, topk_ids.contiguous()
     sorted_ = tile is not None
     if tile is None:
-        tile = grouped_tile(pairs, count)
+        encodes = input_quant == "mxfp4"
+        whole = encodes or (input_quant == "none" and PIECES[x.dtype] == 1)
+        if whole and multiplies_mxfp4(x.device):
+            tile = grouped_scaled_tile(pairs, count, encodes)
+        else:
+            pieces = PIECES[x.dtype] if input_quant == "none" else 1
+            tiled = PATHS[gate_up.path][0] == "tile16x16"
+            tile = grouped_tile(pairs, count, pieces, tiled=tiled)
         tile = on_amd(tile) if is_amd(x.device) else tile
     if not sorted_ and pairs <= UNSORTED and tile.bm <= 8:
-        expert = ids.view(-1).long()  # one of nobody must not be looked up in the bank
-        expert = torch.where((expert >= 0) & (expert < count), expert, -1)
-        groups = Groups(_single_rows(pairs, tile.bm, x.device), expert, top)
+        if ids.dtype not in (torch.int32, torch.int64):
+            ids = ids.int()
+        groups = Groups(_single_rows(pairs, tile.bm, x.device), ids.view(-1), top)
     else:
         groups = sorted_pairs(ids, count, tile.bm, top)
     rows, per_pair = _first_rows(x, ids, count, input_quant, input_scales[0], gate_up.k, tile)
@@ -107,22 +120,22 @@ def sorted_pairs(ids: Tensor, count: int, bm: int, top: int) -> Groups:
     blocks = min(pairs, pairs // bm + count)
     rows = torch.empty(blocks * bm, dtype=torch.int32, device=device)
     block_expert = torch.empty(blocks, dtype=torch.int32, device=device)
-    width = max(16, 1 << (count - 1).bit_length())
-    chunk = min(128, max(16, 16384 // width))
-    chunks = ceil_div(pairs, chunk)
-    span = ceil_div(chunks, PLACERS) * chunk
-    programs = ceil_div(pairs, span)
+    width = max(16, 1 << count.bit_length())
+    chunk, warps = CHUNKS[pairs > CHUNKS[0][0]]
+    counted = pairs > chunk
+    parts = min(PARTS, ceil_div(pairs, chunk))
+    span = ceil_div(ceil_div(pairs, chunk), parts) * chunk
+    parts = ceil_div(pairs, span)
     counts = block_expert
-    warps = 4 if width * chunk <= 8192 else 8
-    if chunks > COUNTED:
-        counts = torch.empty((programs, width), dtype=torch.int32, device=device)
-        count_pairs[(programs,)](
+    if counted:
+        counts = torch.empty((parts, width), dtype=torch.int32, device=device)
+        count_pairs[(parts,)](
             ids, counts, pairs, span, count,
             EXPERTS=width, CHUNK=chunk, num_warps=warps, **dependent(device),
         )  # fmt: skip
-    list_pairs[(programs,)](
-        ids, counts, rows, block_expert, pairs, span, blocks, count,
-        COUNTED=chunks > COUNTED, EXPERTS=width, BM=bm, CHUNK=chunk, num_warps=warps,
+    list_pairs[(count + 1, parts)](
+        ids, counts, rows, block_expert, pairs, span, parts, blocks, count,
+        COUNTED=counted, EXPERTS=width, BM=bm, CHUNK=chunk, num_warps=warps,
         **dependent(device),
     )  # fmt: skip
     return Groups(rows, block_expert, top)
@@ -184,6 +197,9 @@ def _second_rows(
         else:
             scales = _expert_scales(values, ids, count, input_quant, scale)
         return arranged(values, input_quant, scales, tile.columns(k))
+    if tile.kernel == "scaled" and input_quant == "mxfp4":
+        values = _gated(both, between, "none", 1, torch.float32, k, k)[0]
+        return encoded(values, tile.columns(k))
     pieces = PIECES[dtype] if input_quant == "none" else 1
     return Rows(_gated(both, between, input_quant, pieces, torch.bfloat16, k, tile.columns(k)))
 
@@ -240,5 +256,4 @@ def _expert_scales(
     expert = torch.where((expert < 0) | (expert >= count), count, expert)  # those rows count apart
     largest = torch.zeros(count + 1, dtype=torch.float32, device=x.device)
     largest.scatter_reduce_(0, expert, x.abs().amax(-1).float(), "amax")
-    scales = largest / FP8_MAX
-    return torch.where(scales == 0, torch.finfo(torch.float32).eps, scales)[expert]
+    return dynamic_fp8_scale(largest)[expert]

@@ -67,7 +67,8 @@ class Stored(NamedTuple):
 class Groups(NamedTuple):
     """Which rows go to which matrix of a bank, as grouped.sorted_pairs lists them.
 
-    rows      (blocks * bm,) int32; expert (blocks,) int32
+    rows      (blocks * bm,) int32
+    expert    (blocks,) int32 or int64; a number of no matrix: the block is nobody's
     top       a row of x is its number in `rows` divided by top
     """
 
@@ -156,11 +157,12 @@ def product(
         x = rows.tensor.view(torch.int32)
     else:
         x = rows.tensor
+    whole_k = k == tile.columns(k)
     shared = {
         "TILED": weight_layout == "tile16x16",
         "SCALES": scale_layout,
         "WHOLE_N": n % tile.bn == 0,
-        "WHOLE_K": k == tile.columns(k),
+        "WHOLE_K": whole_k,
         "ODD_K": k % 2 == 1,
         "BIAS": stored.bias is not None,
         "SPLITS": splits,
@@ -168,7 +170,7 @@ def product(
         "BM": tile.bm,
         "BN": tile.bn,
         "BK": tile.bk,
-        "STAGES": tile.loads(k == tile.columns(k), rows.pieces, amd=is_amd(device)),
+        "STAGES": tile.loads(whole_k, rows.pieces, amd=is_amd(device)),
         "num_warps": tile.warps,
     }
     operands = (stored.weight, stored.scale, out if stored.bias is None else stored.bias)
@@ -176,6 +178,7 @@ def product(
     strides = (ceil_div(stored.k_stored, 2), ceil_div(stored.k_stored, SCALE_GROUP))
     sizes = (m, n, stored.n_stored, k, *strides)
     top = 1 if groups is None else groups.top
+    bank = 1 if groups is None else stored.weight.shape[0]
     grid = (tiles, splits)
     if tile.kernel == "scaled":
         codes = rows.groups
@@ -192,6 +195,7 @@ def product(
             0 if codes is None else codes.stride(0),
             steps,
             top,
+            bank,
             ENCODED=codes is not None,
             **shared,
         )
@@ -210,6 +214,7 @@ def product(
         x.stride(0) if x.dim() == 3 else 0,
         steps,
         top,
+        bank,
         PIECES=rows.pieces,
         ROW_SCALE=rows.row_scale is not None,
         PTX=speaks_ptx(device),

@@ -11,22 +11,11 @@ NOBODY = tl.constexpr(1 << 30)
 
 @triton.jit
 def _chosen(ids, start, end, E, CHUNK: tl.constexpr):
-    """The experts of pairs from `start` on, (CHUNK,) int32; -1 from `end` on and for no expert."""
+    """The experts of pairs from `start` on, (CHUNK,) int32; E from `end` on and for no expert."""
     pair = start + tl.arange(0, CHUNK)
-    expert = tl.load(ids + pair, mask=pair < end, other=0)
-    here = (pair < end) & (expert >= 0) & (expert < E)
-    return tl.where(here, expert.to(tl.int32), -1)
-
-
-@triton.jit
-def _count(ids, start, end, E, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
-    """How many of the pairs start..end go to each expert, (EXPERTS,) int32."""
-    every = tl.arange(0, EXPERTS)
-    total = tl.zeros((EXPERTS,), tl.int32)
-    for place in range(start, end, CHUNK):
-        chosen = _chosen(ids, place, end, E, CHUNK)
-        total += tl.sum((chosen[:, None] == every[None, :]).to(tl.int32), axis=0)
-    return total
+    expert = tl.load(ids + pair, mask=pair < end, other=-1)
+    here = (expert >= 0) & (expert < E)
+    return tl.where(here, expert.to(tl.int32), E)
 
 
 @triton.jit(do_not_specialize=["pairs", "span"])
@@ -40,16 +29,18 @@ def count_pairs(
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """counts (programs, EXPERTS) int32: how many of a program's `span` pairs go to each expert."""
+    """counts (parts, EXPERTS) int32: how many of each part's `span` pairs go to each expert."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     start = tl.program_id(0) * span
-    total = _count(ids, start, tl.minimum(start + span, pairs), E, EXPERTS, CHUNK)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for place in range(start, tl.minimum(start + span, pairs), CHUNK):
+        total += tl.histogram(_chosen(ids, place, pairs, E, CHUNK), EXPERTS)
     tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), total)
 
 
-@triton.jit(do_not_specialize=["pairs", "span", "blocks"])
+@triton.jit(do_not_specialize=["pairs", "span", "parts", "blocks"])
 def list_pairs(
     ids,
     counts,
@@ -57,6 +48,7 @@ def list_pairs(
     block_expert,
     pairs,
     span,
+    parts,
     blocks,
     E,
     COUNTED: tl.constexpr,
@@ -65,57 +57,58 @@ def list_pairs(
     BM: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Lists the (token, slot) pairs of each expert, in order, in blocks of BM.
+    """Lists an expert's (token, slot) pairs, in order, in blocks of BM; one program per expert and
+    part of the pairs, and one more expert that has none, for the blocks that nobody needs.
 
     ids            (pairs,) the expert of each pair; outside 0..E-1: of none, in no block
-    counts         as count_pairs leaves them; not COUNTED: unused, each program counts all pairs
+    counts         as count_pairs leaves them; not COUNTED: unused, there is one part, of one CHUNK
     rows           (blocks * BM,) int32, filled with pair numbers; NOBODY where a block has room
     block_expert   (blocks,) int32, filled with the expert of each block, -1 after the last one
-    span           pairs that a program places
-    EXPERTS        E rounded up to a power of two
+    span           pairs of a part, a multiple of CHUNK
+    EXPERTS        a power of two above E
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
+    mine = tl.program_id(0)
+    part = tl.program_id(1)
     every = tl.arange(0, EXPERTS)
-    start = program * span
-    end = tl.minimum(start + span, pairs)
+    before = 0
     if COUNTED:
         total = tl.zeros((EXPERTS,), tl.int32)
-        before = tl.zeros((EXPERTS,), tl.int32)
-        for first_part in range(0, programs, 16):
-            part = first_part + tl.arange(0, 16)
-            address = counts + part[:, None] * EXPERTS + every[None, :]
-            count = tl.load(address, mask=(part < programs)[:, None], other=0)
+        for first in range(0, parts, 16):
+            number = first + tl.arange(0, 16)
+            address = counts + number[:, None] * EXPERTS + every[None, :]
+            count = tl.load(address, mask=(number < parts)[:, None], other=0)
             total += tl.sum(count, axis=0)
-            before += tl.sum(tl.where((part < program)[:, None], count, 0), axis=0)
+            earlier = (number < part)[:, None] & (every == mine)[None, :]
+            before += tl.sum(tl.where(earlier, count, 0))
     else:
-        before = _count(ids, 0, start, E, EXPERTS, CHUNK)
-        total = before + _count(ids, start, pairs, E, EXPERTS, CHUNK)
-    needed = (total + BM - 1) // BM
-    ends = tl.cumsum(needed, axis=0)
-    base = (ends - needed) * BM
-    place = base + before
-    number = tl.arange(0, CHUNK)
-    for position in range(start, end, CHUNK):
-        chosen = _chosen(ids, position, end, E, CHUNK)
-        hit = chosen[:, None] == every[None, :]
-        earlier = (chosen[:, None] == chosen[None, :]) & (number[None, :] < number[:, None])
-        target = tl.sum(tl.where(hit, place[None, :], 0), axis=1)
-        target += tl.sum(earlier.to(tl.int32), axis=1)
-        tl.store(rows + target, position + number, mask=chosen >= 0)
-        place += tl.sum(hit.to(tl.int32), axis=0)
-    for room in range(program, BM, programs):
-        free = total + room < needed * BM
-        tl.store(rows + base + total + room, every * 0 + NOBODY, mask=free)
-    last = tl.sum(needed, axis=0)
-    for first_block in range(program * CHUNK, blocks, programs * CHUNK):
-        block = first_block + number
-        expert = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), axis=1)
-        expert = tl.where(block < last, expert, -1)
-        tl.store(block_expert + block, expert, mask=block < blocks)
+        total = tl.histogram(_chosen(ids, 0, pairs, E, CHUNK), EXPERTS)
+    needed = tl.where(every < E, (total + (BM - 1)) // BM, 0)
+    own = tl.sum(tl.where(every == mine, total, 0))
+    first_block = tl.sum(tl.where(every < mine, needed, 0))
+    if mine == E:
+        for place in range(first_block + part * CHUNK, blocks, parts * CHUNK):
+            block = place + tl.arange(0, CHUNK)
+            tl.store(block_expert + block, tl.full((CHUNK,), -1, tl.int32), mask=block < blocks)
+    else:
+        base = first_block * BM + before
+        start = part * span
+        for place in range(start, tl.minimum(start + span, pairs), CHUNK):
+            hit = (_chosen(ids, place, pairs, E, CHUNK) == mine).to(tl.int32)
+            target = base + tl.cumsum(hit, axis=0) - 1
+            tl.store(rows + target, place + tl.arange(0, CHUNK), mask=hit != 0)
+            base += tl.sum(hit)
+        if part == 0:
+            own_blocks = (own + (BM - 1)) // BM
+            room = own + tl.arange(0, BM)
+            free = room < own_blocks * BM
+            tl.store(rows + first_block * BM + room, tl.full((BM,), NOBODY, tl.int32), mask=free)
+            for place in range(0, own_blocks, CHUNK):
+                block = place + tl.arange(0, CHUNK)
+                value = tl.full((CHUNK,), 0, tl.int32) + mine
+                tl.store(block_expert + first_block + block, value, mask=block < own_blocks)
 
 
 @triton.jit

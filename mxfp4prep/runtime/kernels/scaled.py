@@ -9,7 +9,7 @@ from mxfp4prep.runtime.kernels.gemm import finish, rows_of_block
 from mxfp4prep.runtime.kernels.tiles import load_codes, load_scales
 
 
-@triton.jit(do_not_specialize=["M", "steps", "top"])
+@triton.jit(do_not_specialize=["M", "steps", "top", "E"])
 def scaled(
     x,
     x_scale,
@@ -31,6 +31,7 @@ def scaled(
     x_groups,
     steps,
     top,
+    E,
     ENCODED: tl.constexpr,
     TILED: tl.constexpr,
     SCALES: tl.constexpr,
@@ -57,7 +58,7 @@ def scaled(
     row = tile % blocks_n * BN
     m, source, expert = rows_of_block(block_rows, block_expert, tile // blocks_n, top, GROUPED, BM)
     if GROUPED:
-        if expert < 0:
+        if (expert < 0) | (expert >= E):
             return
         weight += expert.to(tl.int64) * NS * P
         scale += expert.to(tl.int64) * NS * C

@@ -94,7 +94,7 @@ def load_scales(
     """The scale bytes of a tile, (BN, BC) uint8.
 
     row, group   the tile's first row and group of 32 columns
-    LAYOUT       "tile32x8" (BN % 32 == 0, BC 4 or a multiple of 8), "transposed" or "raw"
+    LAYOUT       "tile32x8" (BN % 32 == 0, BC 2, 4 or a multiple of 8), "transposed" or "raw"
     NS, C        rows and columns of the stored matrix; from K on the byte is 0, which is 2^-127 and
                  not NaN
     """
@@ -148,10 +148,14 @@ def _tiled_scales(
         stored = tl.load(address, mask=within < C * 32, other=0)
     # of a 32 x 8 block: column % 4, row % 16, column // 4, row // 16
     stored = tl.reshape(stored, (BN // 32, BLOCKS, 4, 16, 2, 2))
-    if BC == 4:  # half a block
+    if BC < 8:  # half a block
         halves = tl.reshape(tl.permute(stored, (0, 5, 3, 1, 2, 4)), (BN, 4, 2))
         low, high = tl.split(halves)
         bytes_ = tl.where(group // 4 % 2 == 0, low, high)
+        if BC == 2:  # a quarter
+            quarters = tl.permute(tl.reshape(bytes_, (BN, 2, 2)), (0, 2, 1))
+            low, high = tl.split(quarters)
+            bytes_ = tl.where(group // 2 % 2 == 0, low, high)
     else:
         bytes_ = tl.reshape(tl.permute(stored, (0, 5, 3, 1, 4, 2)), (BN, BC))
     return bytes_
