@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from mxfp4prep import Mxfp4PrepError
 from mxfp4prep.auditing import EngineQuestion, run_audit
 from mxfp4prep.report.recommendation import recommend
 
@@ -40,4 +41,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Mxfp4PrepError as error:  # says what is wrong, and where
+        sys.stderr.write(f"error: {error}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
+        sys.exit(error.exit_code)

@@ -1,6 +1,8 @@
 """Prepare a checkpoint, prove the result, undo it, and compare with the original.
 
-python examples/02_convert_and_verify.py [MODEL_DIR]
+    python examples/02_convert_and_verify.py [MODEL_DIR]
+
+Writes to a temporary directory only.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from mxfp4prep import Mxfp4PrepError
 from mxfp4prep.checkpoint import open_checkpoint
 from mxfp4prep.convert import convert
 from mxfp4prep.plan import make_plan, surveyed_degrees
@@ -42,4 +45,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Mxfp4PrepError as error:  # says what is wrong, and where
+        sys.stderr.write(f"error: {error}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
+        sys.exit(error.exit_code)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import mxfp4prep
+from mxfp4prep import Mxfp4PrepError
 from mxfp4prep.checkpoint import open_checkpoint
 from mxfp4prep.convert import convert
 from mxfp4prep.plan import make_plan, surveyed_degrees
@@ -29,7 +30,9 @@ def run(prepared_dir: Path) -> None:
     for backend in mxfp4prep.backends():
         print(f"  {backend.name}: {'available' if backend.available else backend.reason}")
 
-    name = next(name for name in prepared if name.endswith("down_proj"))
+    name = next((name for name in prepared.names if name.endswith("down_proj")), None)
+    if name is None:
+        sys.exit(f"{prepared_dir}: no down_proj, which this example runs")
     layer = prepared[name]
     print(f"\n{name}\n{layer}")
     x = torch.randn(4, layer.k, dtype=torch.bfloat16)
@@ -57,4 +60,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Mxfp4PrepError as error:  # says what is wrong, and where
+        sys.stderr.write(f"error: {error}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
+        sys.exit(error.exit_code)

@@ -4,7 +4,7 @@
 
 Without an argument it prepares a small checkpoint first. Runs on 1, 2 or 4 ranks, on NCCL where
 each has a GPU, else on gloo and the CPU. Exits with 1 where a sum differs, 2 where layers cannot
-be cut for so many ranks.
+be cut for so many ranks, with an error's own code for any other one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 
 import mxfp4prep
@@ -27,6 +26,7 @@ from mxfp4prep.checkpoint import open_checkpoint
 from mxfp4prep.convert import convert
 from mxfp4prep.parallel import Topology
 from mxfp4prep.plan import make_plan, surveyed_degrees
+from mxfp4prep.safefile import TensorEntry, encode_header
 from mxfp4prep.survey import survey
 
 TOKENS, TOP = 64, 2
@@ -124,7 +124,8 @@ def compare(root: str, device: torch.device) -> bool:
             share = nbytes / whole.bytes_read
             print(f"rank {number} read {nbytes:,} of {whole.bytes_read:,} bytes ({share:.1%})")
         verb = "equal" if equal else "DIFFER from"
-        print(f"{len(blocks)} blocks on {world} ranks, {dist.get_backend()}: sums {verb} the whole")
+        ranks = "1 rank" if world == 1 else f"{world} ranks"
+        print(f"{len(blocks)} blocks on {ranks}, {dist.get_backend()}: sums {verb} the whole")
     dist.broadcast(equal, 0)
     return bool(equal)
 
@@ -156,11 +157,32 @@ def prepare(folder: Path, world: int) -> Path:
     }
     source = folder / "model"
     source.mkdir()
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    write(source / "model.safetensors", tensors)
     (source / "config.json").write_text(json.dumps(config))
     tp = (1, world)
     plan = make_plan(survey(open_checkpoint(source), surveyed_degrees(tp)), tp)
     return convert(plan, folder / "prepared").out
+
+
+def write(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file of uint8 tensors; safetensors' own `save_file` needs numpy."""
+    entries, end = [], 0
+    for name, tensor in tensors.items():
+        entries.append(TensorEntry(name, "U8", tuple(tensor.shape), end, end + tensor.nbytes))
+        end += tensor.nbytes
+    parts = (bytes(tensor.flatten().tolist()) for tensor in tensors.values())
+    path.write_bytes(encode_header(entries, {"format": "pt"}) + b"".join(parts))
+
+
+def from_rank_0(path: str, device: torch.device) -> str:
+    """Rank 0's `path` on every rank; torch's `broadcast_object_list` needs numpy."""
+    letters = torch.zeros(4096, dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        own = os.fsencode(path)
+        letters[: len(own)] = torch.tensor(list(own))
+    letters = letters.to(device)
+    dist.broadcast(letters, 0)
+    return os.fsdecode(bytes(letters.tolist()).rstrip(b"\0"))
 
 
 def join() -> torch.device:
@@ -182,16 +204,21 @@ def main() -> int:
     device = join()
     rank, world = dist.get_rank(), dist.get_world_size()
     with tempfile.TemporaryDirectory() as folder:
-        root = sys.argv[1:2]
-        if not root:
-            root = [str(prepare(Path(folder), world)) if rank == 0 else ""]
-            dist.broadcast_object_list(root, 0, device=device)
+        if len(sys.argv) > 1:
+            root = sys.argv[1]
+        else:
+            root = from_rank_0(str(prepare(Path(folder), world)) if rank == 0 else "", device)
         try:
-            code = 0 if compare(root[0], device) else 1
+            code = 0 if compare(root, device) else 1
         except mxfp4prep.CannotShard as refusal:
             code = 2
             if rank == 0:
                 print(f"cannot be cut for {world} ranks: {refusal}; {refusal.hint}")
+        except mxfp4prep.Mxfp4PrepError as error:
+            code = error.exit_code
+            if rank == 0:
+                hint = f"\nhint: {error.hint}" if error.hint else ""
+                print(f"error: {error}{hint}", file=sys.stderr)
         sys.stdout.flush()  # torchrun ends all ranks as soon as one of them fails
         dist.barrier()
     dist.destroy_process_group()

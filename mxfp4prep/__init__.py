@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from mxfp4prep.runtime.backends import backends
     from mxfp4prep.runtime.experts import PreparedExperts
     from mxfp4prep.runtime.linear import PreparedLinear
-    from mxfp4prep.runtime.loader import Prepared, load
+    from mxfp4prep.runtime.loader import load
+    from mxfp4prep.runtime.prepared import Prepared
     from mxfp4prep.runtime.slices import RepackWarning
 
     __version__: str
 
 _LAZY = {  # public name -> module that has it
-    "Prepared": "mxfp4prep.runtime.loader",
+    "Prepared": "mxfp4prep.runtime.prepared",
     "PreparedExperts": "mxfp4prep.runtime.experts",
     "PreparedLinear": "mxfp4prep.runtime.linear",
     "RepackWarning": "mxfp4prep.runtime.slices",

@@ -8,7 +8,7 @@ import typer
 
 from mxfp4prep import options as o
 from mxfp4prep.errors import BackendUnavailable
-from mxfp4prep.prepared_commands import matching
+from mxfp4prep.prepared_commands import device_of, matching
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,10 +44,11 @@ def bench(
     from mxfp4prep.report.bench_document import bench_document
     from mxfp4prep.runtime import benching, ceilings, devices
     from mxfp4prep.runtime.distinct import distinct
+    from mxfp4prep.runtime.room import telling_where
 
     voice: Voice = ctx.obj
-    tokens = o.parse_numbers("--m", m, "a number of rows") or benching.TOKENS
-    target = devices.usable_device(device, "--device")
+    tokens = o.parse_rows(m) or benching.TOKENS
+    target = device_of(device)
     backends = benching.usable_backends(target, o.parse_words(backend))
     loaded = load(prepared, device=devices.load_device(target))
     names = None if layers is None else matching(layers, [*loaded, *loaded.expert_prefixes])
@@ -55,7 +56,8 @@ def bench(
     total = 1 + len(shapes) * len(backends) * len(tokens)
     results: list[BenchRow | Skipped] = []
     with voice.steps("timing", total, silent=no_progress) as advance:
-        limits = ceilings.measure_ceilings(target)
+        with telling_where(f"{target}", "free some there, or choose another with --device"):
+            limits = ceilings.measure_ceilings(target)
         advance(1)
         for result in benching.bench(loaded, shapes, backends, target, limits, m=tokens):
             results.append(result)
@@ -81,14 +83,21 @@ def bench(
 
 
 def _check_any(results: Sequence[BenchRow | Skipped]) -> None:
-    """Raises BackendUnavailable where nothing could run, with the first reason."""
+    """Raises where nothing could run, with the first reason: NoRoom where memory was too small for
+    any of it, else BackendUnavailable."""
     from mxfp4prep.runtime.benching import Skipped
+    from mxfp4prep.runtime.room import FEWER, NoRoom
 
-    reasons = [result.reason for result in results if isinstance(result, Skipped)]
-    if reasons and len(reasons) == len(results):
-        names = " and ".join(dict.fromkeys(result.backend for result in results))
-        raise BackendUnavailable(
-            f"backend {names}",
-            f"runs none of these layers: {reasons[0]}",
-            hint="leave --backend out, or name torch",
-        )
+    skips = [result for result in results if isinstance(result, Skipped)]
+    if not skips or len(skips) < len(results):
+        return
+    for skip in skips:
+        if skip.no_room:
+            where = skip.layer if skip.m is None else f"{skip.layer} at m {skip.m}"
+            raise NoRoom(where, skip.reason, hint=FEWER)
+    names = " and ".join(dict.fromkeys(skip.backend for skip in skips))
+    raise BackendUnavailable(
+        f"backend {names}",
+        f"runs none of these layers: {skips[0].reason}",
+        hint="leave --backend out, or name torch",
+    )

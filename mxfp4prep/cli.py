@@ -139,8 +139,8 @@ def _version(wanted: bool) -> None:
 @app.callback(
     invoke_without_command=True,
     epilog="Exit codes: 0 done, 1 the answer is no, 2 usage, 3 invalid checkpoint, 4 unsupported, "
-    "5 output exists or unsafe, 6 I/O failed, 70 internal error, 130 interrupted. Treat any other "
-    "as a failure.",
+    "5 output exists or unsafe, 6 I/O failed or memory too small, 70 internal error, "
+    "130 interrupted. Treat any other as a failure.",
 )
 def _root(
     ctx: typer.Context,

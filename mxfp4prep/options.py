@@ -12,6 +12,9 @@ import typer
 
 from mxfp4prep.errors import UsageError
 
+MOST_ROWS = 999_999_999
+"""Of --m: more than any memory holds."""
+
 EXIT_NO = 1
 """The answer is no, which is not a failure to answer."""
 
@@ -261,24 +264,34 @@ def parse_words(texts: Sequence[str] | None) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(word.strip() for text in texts for word in text.split(",")))
 
 
-def parse_numbers(flag: str, texts: Sequence[str] | None, what: str) -> tuple[int, ...] | None:
+def parse_numbers(
+    flag: str, texts: Sequence[str] | None, what: str, most: int | None = None
+) -> tuple[int, ...] | None:
     """Whole numbers of `--flag 1,2 --flag 4`, in order and without repeats; None for no flag.
+
+    most   the largest one, named in the error; by default nine digits
 
     Raises UsageError on anything else.
     """
     if texts is None or len(texts) == 0:
         return None
     words = [word.strip() for text in texts for word in text.split(",")]
+    bounds = "from 1" if most is None else f"from 1 to {most}"
     for word in words:
-        if not re.fullmatch(r"[0-9]{1,9}", word) or int(word) == 0:
+        if not re.fullmatch(r"0{0,8}[1-9][0-9]{0,8}", word) or int(word) > (most or 10**9):
             raise UsageError(
                 flag,
                 f"not {what}",
                 found=repr(word),
-                expected="whole numbers from 1, separated by commas",
+                expected=f"whole numbers {bounds}, separated by commas",
                 hint=f"for example {flag} 1,2,4",
             )
     return tuple(dict.fromkeys(map(int, words)))
+
+
+def parse_rows(texts: Sequence[str] | None) -> tuple[int, ...] | None:
+    """The numbers of rows of --m; None for no flag. Raises UsageError on anything else."""
+    return parse_numbers("--m", texts, "a number of rows", MOST_ROWS)
 
 
 def examples(*commands: str) -> str:

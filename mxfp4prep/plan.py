@@ -237,14 +237,22 @@ def _match_keep(survey: Survey, keep: Sequence[str]) -> frozenset[str]:
 
 def _refuse_triton(layers: Sequence[LayerPlan]) -> None:
     misfits = [plan for plan in layers if plan.path != "asm"]
-    if misfits:
-        first = misfits[0]
-        raise Unsupported(
-            first.layer.name,
-            f"--layout asm, but {len(misfits)} of {len(layers)} layers cannot take the ASM path",
-            found=", ".join(first.reasons),
-            hint="use --layout auto: those layers go to the Triton path, the others stay asm",
-        )
+    if not misfits:
+        return
+    first = misfits[0]
+    if len(misfits) == len(layers):
+        hint = "leave --layout out and all go to the Triton path"
+    else:
+        hint = "leave --layout out: those layers go to the Triton path, the others stay asm"
+    clean = [tp for tp in first.verdicts if all(p.verdicts[tp].path == "asm" for p in layers)]
+    if clean and not any("kept" in plan.reasons for plan in misfits):
+        hint += f"; all are asm at --tp {max(clean)}"
+    raise Unsupported(
+        first.layer.name,
+        f"--layout asm, but {len(misfits)} of {len(layers)} layers cannot take the ASM path",
+        found=", ".join(first.reasons),
+        hint=f"{hint}; `mxfp4prep audit` says what each lacks",
+    )
 
 
 def _impossible_findings(

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from mxfp4prep import options as o
-from mxfp4prep.errors import UsageError
+from mxfp4prep.errors import BackendUnavailable, UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from mxfp4prep.report.voice import Voice
     from mxfp4prep.verify import Level
 
@@ -150,13 +152,13 @@ def selfcheck(
     """
     from mxfp4prep import load
     from mxfp4prep.report import payload
-    from mxfp4prep.runtime.devices import load_device, usable_device
+    from mxfp4prep.runtime.devices import load_device
     from mxfp4prep.runtime.selfcheck import TOKENS, one_of_each
     from mxfp4prep.runtime.selfcheck import selfcheck as check
 
     voice: Voice = ctx.obj
-    tokens = o.parse_numbers("--m", m, "a number of rows") or TOKENS
-    target = usable_device(device, "--device")
+    tokens = o.parse_rows(m) or TOKENS
+    target = device_of(device)
     loaded = load(prepared, device=load_device(target), backend=backend)
     if layers is None:
         names = one_of_each(loaded)
@@ -188,3 +190,33 @@ def matching(pattern: str, names: Sequence[str]) -> list[str]:
             hint="`mxfp4prep show PREPARED` lists them",
         )
     return chosen
+
+
+def device_of(word: str) -> torch.device:
+    """The device that --device names.
+
+    Raises UsageError for a word that names none, BackendUnavailable for a device that is not here.
+    """
+    import torch
+
+    from mxfp4prep.runtime.devices import LOADABLE, usable_device
+
+    try:
+        named = torch.device(word)
+    except RuntimeError:
+        named = None
+    if named is None or str(named) != word:  # to torch, cuda:300 is cuda:44
+        raise UsageError(
+            "--device",
+            "names no device",
+            found=repr(word),
+            expected="cpu, cuda, cuda:N, or another type that torch knows, as xpu or xpu:N",
+            hint="--device cuda:0 is the first GPU",
+        )
+    try:
+        return usable_device(word, "--device")
+    except BackendUnavailable as error:
+        if named.type in LOADABLE:
+            raise
+        what = f"this build of torch ({torch.__version__}) has no such device"
+        raise BackendUnavailable(error.where, what, hint=error.hint) from error

@@ -239,7 +239,10 @@ def _record(
         }
 
     static = layer.input_scale is not None
-    activation = layer.activation or ACTIVATIONS[layer.scheme] | {"static": static}
+    default = ACTIVATIONS[layer.scheme] | {"static": static}
+    if layer.scheme == "w4a8" and not static:
+        default["scale_mode"] = "per_token"  # a converter always names one of several
+    activation = layer.activation or default
     return m.LayerRecord.model_validate(
         {
             "name": layer.name,

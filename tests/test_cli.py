@@ -838,6 +838,20 @@ def test_show_prints_the_manifest(run: Any, prepared: Path) -> None:
     assert run("show", prepared, "--layers", "nothing").code == 2
 
 
+def test_layout_asm_says_what_to_do_instead(run: Any, model: Path, tmp_path: Path) -> None:
+    def hint(source: Path, *words: str) -> str:
+        result = run("convert", source, tmp_path / "new", "--dry-run", "--layout", "asm", *words)
+        assert (result.code, result.out) == (4, "")
+        return str(result.err.splitlines()[1])
+
+    none = FIXTURES / "qwen2-w4a4-misaligned-tied"
+    assert hint(none).startswith("hint: leave --layout out and all go to the Triton path; `mxfp4")
+    aligned = FIXTURES / "llama-w4a4-aligned"
+    assert "the others stay asm; all are asm at --tp 1; " in hint(aligned, "--tp", "8")
+    assert "--tp" not in hint(aligned, "--keep", "*.0.*")
+    assert "the others stay asm; `mxfp4prep audit` says" in hint(model)
+
+
 def test_verbs_refuse_what_was_never_prepared(run: Any, model: Path, tmp_path: Path) -> None:
     for words in (["verify", model], ["show", model], ["restore", model, tmp_path / "x"]):
         assert run(*words).code == 3

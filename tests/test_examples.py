@@ -11,18 +11,29 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FIXTURES, with_path
+from prepared_factory import Layer, build
 from test_convert import converted, files_of
 
 import mxfp4prep
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
+NAMES = sorted(
+    path.name for path in EXAMPLES.glob("*.py") if "integrations" not in path.read_text()
+)
+"""Those that need no engine; the others are tested with their integrations."""
+
+NO_NUMPY = 'raise ModuleNotFoundError("No module named \'numpy\'", name="numpy")\n'
 
 
 def run(name, *arguments, cwd):
+    """What an example prints where there is no numpy, which is not a requirement."""
+    (cwd.parent / "numpy").mkdir(exist_ok=True)
+    (cwd.parent / "numpy/__init__.py").write_text(NO_NUMPY)
+    torchs_word = "ignore:Failed to initialize NumPy"
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
-        env=with_path(ROOT),
+        [sys.executable, "-W", torchs_word, str(EXAMPLES / name), *map(str, arguments)],
+        env=with_path(cwd.parent, ROOT),
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -41,9 +52,38 @@ def empty(tmp_path):
     return folder
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_cannot_be_opened_is_one_line_and_a_hint(name, empty, tmp_path):
+    where = tmp_path / "nowhere"
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), str(where)],
+        env=with_path(ROOT),
+        cwd=empty,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (3, "")
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith(f"error: {where}: no such directory")
+    assert [line.partition(" ")[0] for line in lines[1:]] in ([], ["hint:"])
+
+
+def test_load_and_run_without_the_layer_that_it_runs(empty, tmp_path):
+    build(tmp_path / "out", [Layer("model.layers.0.mlp.fc1", 64, 256)])
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "03_load_and_run.py"), str(tmp_path / "out")],
+        env=with_path(ROOT),
+        cwd=empty,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"{tmp_path / 'out'}: no down_proj, which this example runs\n"
+
+
 def test_no_example_is_left_out():
     tested = re.findall(r'run\(\s*"(0[^"]+)"', Path(__file__).read_text())
-    assert set(tested) == {path.name for path in EXAMPLES.glob("*.py")}
+    assert set(tested) == set(NAMES)
 
 
 def test_audit(empty):
@@ -149,7 +189,7 @@ def bytes_read(text):
 def test_tensor_parallel_alone(empty):
     lines = run("04_tensor_parallel.py", cwd=empty).splitlines()
     assert [line.partition(": error")[0] for line in lines[:5]] == BLOCKS
-    assert lines[-1] == "5 blocks on 1 ranks, gloo: sums equal the whole"
+    assert lines[-1] == "5 blocks on 1 rank, gloo: sums equal the whole"
 
 
 def test_tensor_parallel_under_torchrun(empty):

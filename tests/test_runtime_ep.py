@@ -261,7 +261,7 @@ def test_experts_that_cannot_be_cut_say_that_they_can_be_spread(tmp_path, conver
     build(tmp_path, block(width=0, inter=96, paths=("triton", "triton")))
     edit_manifest(tmp_path, lambda d: d["target"].update(expert_parallel=converted_for_it))
     with pytest.raises(CannotShard, match=r"1\.5 groups") as caught:
-        mxfp4prep.load(tmp_path, tp_size=2).experts(PREFIX)
+        mxfp4prep.load(tmp_path, tp_rank=0, tp_size=2).experts(PREFIX)
     assert "add ep_rank=tp_rank, ep_size=tp_size" in caught.value.hint
     # verdicts of a checkpoint converted with --ep are about whole experts
     assert ("it can be cut at tp" in caught.value.hint) != converted_for_it
@@ -275,3 +275,42 @@ def test_everything_at_once_is_the_ranks_part_only(tmp_path, banks):
     assert prepared.bytes_read == 2 * 3 * PIECE
     prepared.experts(PREFIX)
     assert prepared.bytes_read == 2 * 3 * PIECE
+
+
+@pytest.mark.parametrize("route", ["at once", "one by one"])
+def test_the_layers_of_a_shared_expert_that_cannot_be_cut_are_whole(tmp_path, route):
+    """As where the experts take it in apart. Its down decides, although 96 rows can be halved."""
+    layers = block(width=96, inter=96, paths=("triton", "triton"))
+    generator = torch.Generator().manual_seed(1)
+    layers += mlp("model.layers.0.mlp", HIDDEN, INTER, generator)
+    build(tmp_path, layers)
+    dense = {layer.name: layer.dense for layer in layers}
+    for rank in ranks(2, 2):
+        prepared = mxfp4prep.load(tmp_path, **rank)
+        if route == "at once":
+            prepared.load_all()
+        for part in ("gate", "up", "down"):
+            name = f"{SHARED}.{part}_proj"
+            assert torch.equal(prepared[name].dequantize().double(), dense[name])
+            assert prepared[name].tp_size == 1
+        assert prepared["model.layers.0.mlp.down_proj"].tp_size == 2, "other layers are cut"
+        before = prepared.bytes_read
+        moe = prepared.experts(PREFIX, shared="auto", fusion="separate")
+        read = prepared.bytes_read - before
+        assert read == (0 if route == "at once" else 3 * HIDDEN * 96 * 17 // 32 * moe.w13.shape[0])
+
+
+def test_layers_of_a_shared_expert_that_can_be_cut_are_cut(tmp_path):
+    build(tmp_path, block(width=128, paths=("triton", "triton")))
+    for rank in ranks(2, 4):
+        prepared = mxfp4prep.load(tmp_path, lazy=False, **rank)
+        assert prepared[f"{SHARED}.down_proj"].k == 64
+        assert prepared[f"{SHARED}.gate_proj"].n == 64
+
+
+def test_everything_at_once_fails_as_each_would(tmp_path):
+    """Where experts are not spread, a shared expert that cannot be cut is refused."""
+    build(tmp_path, block(width=96, paths=("triton", "triton")))
+    prepared = mxfp4prep.load(tmp_path, tp_rank=0, tp_size=2)
+    with pytest.raises(CannotShard, match=r"shared_expert\.down_proj: .*1\.5 groups"):
+        prepared.load_all()

@@ -268,7 +268,7 @@ def test_experts_stored_for_different_paths_are_unified(tmp_path, other):
 def test_experts_that_cannot_be_cut(tmp_path):
     build(tmp_path, per_expert(paths=("triton", "triton"), inter=96))
     with pytest.raises(CannotShard, match=r"1\.5 groups") as caught:
-        mxfp4prep.load(tmp_path, tp_size=2).experts(PREFIX)
+        mxfp4prep.load(tmp_path, tp_rank=0, tp_size=2).experts(PREFIX)
     assert caught.value.where == f"{PREFIX}.0.down_proj"
 
 
@@ -368,7 +368,7 @@ def test_only_down_is_replicated_by_a_rule(tmp_path):
     build(tmp_path, layers)
     assert mxfp4prep.load(tmp_path).experts(PREFIX) is not None
     with pytest.raises(Unsupported, match="cut otherwise"):
-        mxfp4prep.load(tmp_path, tp_size=2).experts(PREFIX)
+        mxfp4prep.load(tmp_path, tp_rank=0, tp_size=2).experts(PREFIX)
 
 
 def test_gate_up_order_is_needed(tmp_path):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import numpy as np
 import pytest
 import torch
 from prepared_factory import Layer, build, edit_config
@@ -28,11 +29,14 @@ from mxfp4prep.errors import (
     BackendUnavailable,
     InvalidManifest,
     Mxfp4PrepError,
+    Unsupported,
     UsageError,
 )
+from mxfp4prep.runtime import devices
 from mxfp4prep.runtime.backends import availability
 
 ATTN, MLP, MOE = "model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.1.mlp"
+PER_TOKEN = {"dtype": "fp8_e4m3", "scale_mode": "per_token", "static": False}
 Layers = dict[str, tuple[Callable[[], list[Layer]], dict[str, Any]]]
 MODELS: Layers = {
     "llama": (
@@ -48,7 +52,7 @@ MODELS: Layers = {
             Layer("model.layers.2.self_attn.qkv_proj", 256, 256),
             Layer("model.layers.2.mlp.gate_up_proj", 128, 256),
             Layer("model.layers.3.fc1", 64, 192, "triton", "w4a6"),
-            Layer("model.layers.4.fc1", 64, 192, "triton", "w4a8"),
+            Layer("model.layers.4.fc1", 64, 192, "triton", "w4a8", activation=PER_TOKEN),
             *(
                 Layer(f"{MOE}.experts.{expert}.{part}_proj", 64, 64, "triton")
                 for expert in (0, 1)
@@ -109,9 +113,10 @@ MAY_DIFFER: dict[str, tuple[set[str], str]] = {  # field -> what loads, and why 
     "layers.scale.pad_byte": ({"removed"}, "none by default"),
 }
 KNOWN_BY_SUM: dict[str, set[str]] = {
-    # How inputs are quantized, within a scheme, is said once: only the manifest's digest tells.
+    # Which of a scheme's inputs a layer has, the source's config says and, where it is not there as
+    # in these checkpoints, only the manifest's digest. MX inputs in no mode are in mode EVEN.
     "layers.activation.dtype": {"another"},
-    "layers.activation.scale_mode": {"removed", "null", "unknown", "another", "exchanged"},
+    "layers.activation.scale_mode": {"removed", "null", "another"},
 }
 WORDS: dict[str, tuple[str | int | None, ...]] = {
     "pad_byte": (0, 127),
@@ -447,3 +452,227 @@ def test_a_backend_that_nobody_knows(case, backend):
         mxfp4prep.load(case.root, backend=backend)
     assert repr(backend) in str(caught.value)
     assert "aiter or triton or torch" in str(caught.value)
+
+
+def test_a_backend_that_is_no_name(case):
+    for wrong in (3, ["torch"], True):
+        with pytest.raises(UsageError, match="unknown") as caught:
+            mxfp4prep.load(case.root, backend=wrong)
+        assert_whole(caught.value)
+
+
+@pytest.mark.parametrize("has_triton", [False, True])
+def test_without_a_gpu_that_is_the_first_reason(no_gpu, monkeypatch, has_triton):
+    """To install Triton on such a machine is no way out."""
+    there = Path("triton") if has_triton else None
+    monkeypatch.setattr(availability, "_module_location", lambda _: there)
+    reason = next(status for status in mxfp4prep.backends() if status.name == "triton").reason
+    assert reason.startswith("no GPU that torch can use")
+    assert ("triton is not installed" in reason) != has_triton
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    status = next(status for status in mxfp4prep.backends() if status.name == "triton")
+    assert status.available == has_triton
+    assert status.reason.startswith("Triton kernels" if has_triton else "triton is not installed")
+
+
+NO_DEVICES = [None, True, -1, 1.5, "", "toaster", "cuda:-1", "cuda:300", "cuda:x", "CUDA", "cpu "]
+
+
+@pytest.mark.parametrize("device", [*NO_DEVICES, b"cpu", ["cpu"], torch.float32], ids=repr)
+def test_a_device_that_is_none(case, monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match="device: unknown") as caught:
+        mxfp4prep.load(case.root, device=device)
+    assert_whole(caught.value)
+    assert f"found {device!r}, expected 'cpu', 'cuda', 'cuda:N'" in str(caught.value)
+    with pytest.raises(UsageError, match="--device: unknown") as caught:
+        devices.usable_device(device, "--device")
+    assert_whole(caught.value)
+    assert "another device that torch has" in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps", torch.device("hpu")])
+def test_a_device_that_layers_are_not_loaded_on(case, device):
+    with pytest.raises(UsageError, match="not supported: found") as caught:
+        mxfp4prep.load(case.root, device=device)
+    assert_whole(caught.value)
+    assert ".to(device)" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [(0, "cuda:0"), (3, "cuda:3"), ("cuda", "cuda"), (torch.device("cuda:0"), "cuda:0")],
+)
+def test_a_gpu_that_is_not_here(case, no_gpu, monkeypatch, device, name):
+    with pytest.raises(BackendUnavailable, match=f"device {name}: torch sees no GPU") as caught:
+        mxfp4prep.load(case.root, device=device)
+    assert_whole(caught.value)
+    with pytest.raises(BackendUnavailable, match="no GPU"):
+        mxfp4prep.load(case.root, device="meta").materialize(torch.nn.Identity(), device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert devices.loading_device(1) == torch.device("cuda", 1)
+    with pytest.raises(BackendUnavailable, match=r"device cuda:2: .* torch sees 2"):
+        mxfp4prep.load(case.root, device=2)
+
+
+@pytest.mark.parametrize("path", [None, 3, ["model"]])
+def test_a_path_that_is_none(path):
+    with pytest.raises(UsageError, match="path: not a path") as caught:
+        mxfp4prep.load(path)
+    assert_whole(caught.value)
+
+
+@pytest.mark.parametrize("progress", [3, "yes"])
+def test_progress_that_cannot_be_called(case, progress):
+    prepared = mxfp4prep.load(case.root)
+    for call in (
+        lambda: prepared.load_all(progress),
+        lambda: prepared.materialize(torch.nn.Identity(), progress=progress),
+        lambda: mxfp4prep.load(case.root, lazy=False, progress=progress),
+    ):
+        with pytest.raises(UsageError, match="progress: not callable") as caught:
+            call()
+        assert_whole(caught.value)
+
+
+LIMITS = [-1, -0.5, float("nan"), float("-inf"), "x", "7", True, [7.0], 1j]
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=repr)
+def test_a_clamp_that_is_none(case, limit):
+    prepared = mxfp4prep.load(case.root)
+    for ask in (prepared.experts, prepared.read_experts):
+        with pytest.raises(UsageError, match="limit: not a clamp") as caught:
+            ask(f"{MOE}.experts", limit=limit)
+        assert_whole(caught.value)
+        assert repr(limit) in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", [0, 7, 0.5, float("inf"), np.float32(7)])
+def test_clamps_that_are_taken(case, limit):
+    assert mxfp4prep.load(case.root).experts(f"{MOE}.experts", limit=limit).limit == limit
+
+
+@pytest.mark.parametrize("limit", [-1.0, "7", True, [3.0]])
+def test_a_clamp_of_the_config_that_is_none(tmp_path, limit):
+    layers, config = MODELS["gpt_oss"]
+    build(tmp_path, layers(), config=config | {"swiglu_limit": limit})
+    prepared = mxfp4prep.load(tmp_path)
+    with pytest.raises(Unsupported, match="swiglu_limit") as caught:
+        prepared.experts(f"{MOE}.experts")
+    assert_whole(caught.value)
+    assert prepared.experts(f"{MOE}.experts", "swigluoai", 7.0).limit == 7.0
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ({"prefix": 3}, ["prefix", "not a name", "found 3"]),
+        ({"prefix": None}, ["prefix", "not a name"]),
+        ({"prefix": ["a"]}, ["prefix", "not a name", "['a']"]),
+        ({"activation": 3}, ["activation", "not a name"]),
+        ({"activation": "relu"}, ["unknown activation", "relu", "silu or gelu"]),
+        ({"activation": ["silu"]}, ["activation", "not a name"]),
+        ({"shared": True}, ["shared", "not a name", "True"]),
+        ({"shared": {}}, ["shared", "not a name"]),
+        ({"fusion": None}, ["fusion", "None", "auto or fused or separate"]),
+        ({"fusion": ["auto"]}, ["fusion", "['auto']"]),
+        ({"fusion": "yes", "shared": "auto"}, ["fusion", "'yes'"]),
+    ],
+)
+def test_experts_that_are_asked_for_oddly(case, question, words):
+    prepared = mxfp4prep.load(case.root)
+    for ask in (prepared.experts, prepared.read_experts):
+        with pytest.raises(UsageError) as caught:
+            ask(**{"prefix": f"{MOE}.experts"} | question)
+        assert_whole(caught.value)
+        for word in words:
+            assert word in str(caught.value)
+
+
+def test_a_shared_expert_that_is_a_routed_one(case):
+    prepared = mxfp4prep.load(case.root)
+    experts = f"{MOE}.experts"
+    names = [experts, MOE]
+    names += [f"{experts}.0"] if f"{experts}.0.up_proj" in prepared else []
+    for name in names:
+        with pytest.raises(UsageError, match="routed experts, which no shared") as caught:
+            prepared.experts(experts, shared=name)
+        assert_whole(caught.value)
+        assert "shared='auto'" in caught.value.hint
+
+
+BACKEND_NAMES = ("torch", "triton")
+T, H, I = 4, 64, 32  # noqa: E741 - intermediate
+
+
+def fused_moe(device: str = "cpu", **changed):
+    def bank(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = torch.full((2, rows, columns // 2), 0x22, dtype=torch.uint8)
+        return weight, torch.full((2, columns // 32, rows), 127, dtype=torch.uint8)
+
+    ids = torch.zeros((T, 1), dtype=torch.int32)
+    tensors = torch.ones((T, H)), *bank(2 * I, H), *bank(H, I), torch.ones((T, 1)), ids
+    words = {"w13_path": "triton", "w2_path": "triton", "input_quant": "mxfp4"} | changed
+    tensors = [tensor.to(device) for tensor in tensors]
+    return torch.ops.mxfp4prep.fused_moe(*tensors, I, **words)
+
+
+WRONG_CALLS = [
+    ({"activation": "relu"}, "unknown activation: found relu"),
+    ({"activation": "SiLU"}, "unknown activation: found SiLU"),
+    ({"activation": ""}, "unknown activation"),
+    ({"gate_up": "mixed"}, "unknown gate_up order: found mixed"),
+    ({"input_quant": "mxfp8"}, "unknown input_quant: found mxfp8"),
+    ({"w13_path": "fast"}, "unknown path: found fast"),
+    ({"w2_path": ""}, "unknown path"),
+    ({"limit": -1.0}, "limit: not a clamp"),
+    ({"limit": float("nan")}, "limit: not a clamp"),
+    ({"hidden_pad": H}, f"hidden_pad {H} of {H}"),
+    ({"hidden_pad": H + 32}, f"hidden_pad {H + 32} of {H}"),
+    ({"hidden_pad": -32}, f"hidden_pad -32 of {H}"),
+    ({"intermediate_pad": I}, f"intermediate_pad {I} of {I}"),
+    ({"intermediate_pad": -1}, f"intermediate_pad -1 of {I}"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+@pytest.mark.parametrize(("changed", "words"), WRONG_CALLS)
+def test_a_call_that_no_backend_can_answer(changed, words, backend):
+    """Refused before a backend runs: they would not answer alike. On meta it is refused as well."""
+    for device in ("cpu", "meta"):
+        with pytest.raises(UsageError) as caught:
+            fused_moe(device, backend=backend, **changed)
+        assert_whole(caught.value)
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_padding_of_all_but_one_value_is_answered(backend):
+    wanted = fused_moe(hidden_pad=H - 1, intermediate_pad=I - 1)
+    assert (wanted[:, 0] != 0).all()
+    assert not wanted[:, 1:].any()
+    found = fused_moe(hidden_pad=H - 1, intermediate_pad=I - 1, backend=backend)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+    assert fused_moe("meta", hidden_pad=H - 1).is_meta
+
+
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+@pytest.mark.parametrize("limit", [0.0, float("inf")])
+def test_the_ends_of_what_a_clamp_may_be(backend, limit):
+    wanted = fused_moe() if limit else torch.zeros((T, H))
+    torch.testing.assert_close(fused_moe(limit=limit, backend=backend), wanted, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+@pytest.mark.parametrize("changed", [{"input_quant": "int4"}, {"path": "fast"}, {"path": "tri"}])
+def test_a_gemm_that_no_backend_can_answer(backend, changed):
+    weight = torch.zeros((32, 32), dtype=torch.uint8), torch.zeros((2, 32), dtype=torch.uint8)
+    words = {"path": "triton", "input_quant": "mxfp4", "backend": backend} | changed
+    for device in ("cpu", "meta"):
+        tensors = [tensor.to(device) for tensor in (torch.ones((3, 64)), *weight)]
+        with pytest.raises(UsageError, match="unknown") as caught:
+            torch.ops.mxfp4prep.gemm(*tensors, 32, **words)
+        assert_whole(caught.value)

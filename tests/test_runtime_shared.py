@@ -113,6 +113,14 @@ def test_without_shared_it_is_left_alone(tmp_path):
     assert prepared.experts(PREFIX, shared="auto") is prepared.experts(PREFIX, shared="auto")
 
 
+def test_a_shared_expert_that_is_not_there(tmp_path):
+    build(tmp_path, block())
+    with pytest.raises(KeyError, match="no shared expert of that name") as caught:
+        mxfp4prep.load(tmp_path).experts(PREFIX, shared=f"{BLOCK}.shared_exprt")
+    assert f"expected {SHARED}" in str(caught.value)
+    assert "shared='auto'" in caught.value.hint
+
+
 def test_auto_finds_none_where_there_is_none(tmp_path):
     build(tmp_path, [layer for layer in block() if SHARED not in layer.name])
     prepared = mxfp4prep.load(tmp_path)
@@ -348,7 +356,7 @@ def test_a_misaligned_shared_expert_cannot_be_cut(tmp_path):
     layers = block(width=96, paths=("triton", "triton"))
     build(tmp_path, layers)
     with pytest.raises(CannotShard, match=r"1\.5 groups"):
-        mxfp4prep.load(tmp_path, tp_size=2).experts(PREFIX, shared="auto")
+        mxfp4prep.load(tmp_path, tp_rank=0, tp_size=2).experts(PREFIX, shared="auto")
 
 
 def test_a_rule_that_keeps_the_shared_expert_whole(tmp_path):
@@ -376,7 +384,7 @@ def test_only_down_of_the_shared_expert_is_replicated_by_a_rule(tmp_path):
     layers[-1].parallel = "replicated"
     build(tmp_path, layers)
     with pytest.raises(Unsupported, match="cut otherwise than down"):
-        mxfp4prep.load(tmp_path, tp_size=2).experts(PREFIX, shared="auto")
+        mxfp4prep.load(tmp_path, tp_rank=0, tp_size=2).experts(PREFIX, shared="auto")
 
 
 @pytest.mark.parametrize("wrong", [-2, EXPERTS, EXPERTS + 1, 2**40])

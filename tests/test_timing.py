@@ -9,7 +9,7 @@ import torch
 
 from mxfp4prep.errors import UsageError
 from mxfp4prep.runtime import timing
-from mxfp4prep.runtime.timing import MOST_COPIES, copies_beyond, measure
+from mxfp4prep.runtime.timing import MOST_COPIES, Timing, copies_beyond, measure
 
 GPU = torch.device("cuda", 0)
 GRAPH_LAUNCH = 0.002
@@ -215,6 +215,45 @@ def test_spread_is_that_of_the_quartiles(monkeypatch):
     call = clock.call("a", [*durations, 100.0], [])
     found = measure([call], torch.device("cpu"), seconds=0)
     assert (found.median_us, found.spread_us) == (pytest.approx(3000), pytest.approx(2000))
+    assert found.fastest_us == pytest.approx(1000)
+
+
+@pytest.mark.parametrize(
+    ("spread", "fastest", "waited", "steady"),
+    [
+        (25, 99, None, True),
+        (26, 99, None, False),
+        (1, 67, 0.1, True),
+        (1, 66, 0.1, False),
+        (1, 99, 0.11, False),
+    ],
+)
+def test_runs_that_were_not_alone_are_not_steady(spread, fastest, waited, steady):
+    assert Timing(100.0, spread, fastest, 9, "clock", waited).steady is steady
+
+
+def test_waiting_for_a_cpu_counts_while_the_runs_go_on(monkeypatch):
+    """Nothing else shows what hits every run alike."""
+    clock = HostClock(monkeypatch)
+    told = iter([5.0, 5.5])
+    monkeypatch.setattr(timing, "waited_seconds", lambda: next(told))
+    found = measure([clock.call("a", [0.2], [])], torch.device("cpu"), seconds=0.2)
+    assert found.runs == 5
+    assert (found.spread_us, found.fastest_us) == (pytest.approx(0), pytest.approx(200_000))
+    assert found.waited == pytest.approx(0.5)
+    assert not found.steady
+    monkeypatch.setattr(timing, "waited_seconds", lambda: None)
+    found = measure([clock.call("a", [0.2], [])], torch.device("cpu"), seconds=0.2)
+    assert (found.waited, found.steady) == (None, True)
+
+
+def test_the_kernel_tells_how_long_threads_waited(tmp_path):
+    for thread, text in {"7": "90 2000000000 3\n", "8": "1 500000000 1\n", "9": "gone"}.items():
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(text)
+    (tmp_path / "10").mkdir()
+    assert timing.waited_seconds(tmp_path) == pytest.approx(2.5)
+    assert timing.waited_seconds(tmp_path / "10") is None
 
 
 def test_a_real_call_on_the_cpu():

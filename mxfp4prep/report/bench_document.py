@@ -40,7 +40,8 @@ def bench_document(
 
 def _row(row: BenchRow) -> c.BenchRowDocument:
     median = row.timing.median_us
-    bf16 = None if row.bf16 is None else row.bf16.timing.median_us
+    beside = None if row.bf16 is None else row.bf16.timing
+    bf16 = None if beside is None else beside.median_us
     return {
         "layer": row.layer,
         "layers": row.layers,
@@ -54,12 +55,16 @@ def _row(row: BenchRow) -> c.BenchRowDocument:
         "m": row.m,
         "median_us": median,
         "spread_us": row.timing.spread_us,
+        "fastest_us": row.timing.fastest_us,
         "runs": row.timing.runs,
+        "waited": row.timing.waited,
         "method": row.timing.method,
         "bf16_us": bf16,
+        "bf16_spread_us": None if beside is None else beside.spread_us,
         "bf16_by": None if row.bf16 is None else row.bf16.by,
         "bf16_ratio": None if bf16 is None else bf16 / median,
         "floor_us": row.floor.microseconds,
         "floor_bound": row.floor.bound,
         "floor_share": row.floor.microseconds / median,
+        "steady": row.timing.steady and (beside is None or beside.steady),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -19,9 +18,10 @@ from mxfp4prep.runtime.backends import choose_backend
 from mxfp4prep.runtime.cutting import Cutter
 from mxfp4prep.runtime.experts import PreparedExperts
 from mxfp4prep.runtime.gathering import Member, Stack
+from mxfp4prep.runtime.kept import Kept
 from mxfp4prep.runtime.linear import PreparedLinear
 from mxfp4prep.runtime.reading import Batch, Operand, Target, place_piece
-from mxfp4prep.runtime.slices import RepackWarning, byte_columns, path_of_piece
+from mxfp4prep.runtime.slices import byte_columns, path_of_piece, warn_of_repacking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,19 +38,25 @@ class Assembler:
     """Builds modules for one rank on one device; their weights have no bytes before `batch` is run.
 
     backend   the user's choice, or None
+    kept      what was read before: its bytes are used again, not read
     """
 
     batch: Batch
     cutter: Cutter
     device: torch.device
     backend: str | None
+    kept: Kept | None = None
 
     def linear(self, record: LayerRecord) -> PreparedLinear:
         """The rank's piece of a layer. Raises CannotShard."""
         stacks = [(Member(record, 0),)]
-        path = self.paths(record.name, {"the layer": stacks})["the layer"]
-        weight, scale = (bank[0] for bank in self.banks(stacks, path))
         piece = self.cutter.piece(record)
+        held = self._held(record.name)
+        if held is None:
+            path = self.paths(record.name, {"the layer": stacks})["the layer"]
+            weight, scale = (bank[0] for bank in self.banks(stacks, path))
+        else:
+            path, weight, scale = held.path, held.weight, held.scale
         bias, input_scale = self.bias(stacks), self.input_scale(stacks)
         layer = PreparedLinear(
             weight,
@@ -67,6 +73,11 @@ class Assembler:
             tp_size=self.cutter.tp_size,
         )
         return self.with_backend(layer)
+
+    def _held(self, name: str) -> PreparedLinear | None:
+        if self.kept is None:
+            return None
+        return self.kept.linear(name, (self.cutter.tp_rank, self.cutter.tp_size), self.device)
 
     def whole(self) -> Assembler:
         """The same, but for one rank that holds everything whole."""
@@ -101,11 +112,9 @@ class Assembler:
             chosen[what] = paths.pop() if len(paths) == 1 else "triton"
             reasons += [f"{what}: {why}" if len(banks) > 1 else why for why in whys]
         if reasons:
-            warnings.warn(
+            warn_of_repacking(
                 f"{name}: read whole and repacked for the Triton path at rank "
-                f"{self.cutter.tp_rank} of {self.cutter.tp_size}: {'; '.join(reasons)}",
-                RepackWarning,
-                stacklevel=6,
+                f"{self.cutter.tp_rank} of {self.cutter.tp_size}: {'; '.join(reasons)}"
             )
         return chosen
 
@@ -118,15 +127,30 @@ class Assembler:
         }
         return {path_of_piece(*kind) for kind in kinds}
 
-    def banks(self, stacks: Sequence[Stack], path: str) -> tuple[Tensor, Tensor]:
+    def banks(
+        self,
+        stacks: Sequence[Stack],
+        path: str,
+        held: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Weight and scale, (e, *stored shape) each, a stack's rows one after the other.
 
-        Only their memory: what belongs there is put on the batch's list.
+        held   those of the first stacks, if they are here: copied, or taken where they are all
+
+        Only their memory: what else belongs there is put on the batch's list.
         """
         weight, scale = PATHS[path]
-        return self._bank("weight", stacks, weight), self._bank("scale", stacks, scale)
+        return (
+            self._bank("weight", stacks, weight, None if held is None else held[0]),
+            self._bank("scale", stacks, scale, None if held is None else held[1]),
+        )
 
-    def _bank(self, operand: str, stacks: Sequence[Stack], layout_id: str) -> Tensor:
+    def _bank(
+        self, operand: str, stacks: Sequence[Stack], layout_id: str, held: Tensor | None
+    ) -> Tensor:
+        first_missing = 0 if held is None else held.shape[0]
+        if held is not None and first_missing == len(stacks):
+            return held
         layout = LAYOUTS[layout_id]
         cut = self._cut(stacks)
         first = cut[0][1]
@@ -134,7 +158,9 @@ class Assembler:
         start, stop = byte_columns(operand, first[0].columns)
         shape = layout.stored_shape(rows, stop - start)
         bank = memory.empty((len(stacks), *shape), self.device)
-        for number, (stack, pieces) in enumerate(cut):
+        if held is not None:
+            bank[:first_missing].copy_(held)
+        for number, (stack, pieces) in enumerate(cut[first_missing:], first_missing):
             at = 0
             for member, piece in zip(stack, pieces, strict=True):
                 stored = _operand(operand, member.record)

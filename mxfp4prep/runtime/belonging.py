@@ -1,4 +1,4 @@
-"""Whether a record is its layer's: the tensors it names, the cut and the row order its name means.
+"""Whether a record is its layer's: its tensors, the cut and row order its name means, its inputs.
 
 Two layers of one shape may trade tensors, and a fused projection may lose the mark of its parts:
 every shape still agrees and every answer is wrong. The name is the only witness left.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import metadata
+from typing import Any
 
 from mxfp4prep.alignment import RULE_VERSION
 from mxfp4prep.errors import InvalidManifest, UsageError
@@ -25,9 +26,26 @@ from mxfp4prep.parallel import (
 )
 from mxfp4prep.prepared import CONVERT_HINT
 from mxfp4prep.runtime.agreement import Place
+from mxfp4prep.runtime.source_inputs import Inputs, named_inputs
 from mxfp4prep.safefile import FLOAT_DTYPES
 
 DISTRIBUTION = "mxfp4prep"
+
+ANY = "in any scale mode"
+"""Scale modes of MX inputs are Quark's; one that is not EVEN is refused where the layer is made."""
+
+SCHEME_INPUTS: dict[str, tuple[Inputs, ...]] = {
+    "w4a4": (Inputs("fp4", ANY, static=False),),
+    "w4a6": (Inputs("fp6_e2m3", ANY, static=False), Inputs("fp6_e3m2", ANY, static=False)),
+    "w4a8": (
+        Inputs("fp8_e4m3", None, static=True),
+        Inputs("fp8_e4m3", "per_token", static=False),
+        Inputs("fp8_e4m3", "per_tensor", static=False),
+    ),
+    "w4a16": (Inputs(None, None, static=False),),
+}
+"""Scheme -> the inputs that it means."""
+
 _DIGITS = str.maketrans("123456789", "000000000")
 
 
@@ -50,7 +68,6 @@ def check_tensors(record: LayerRecord, places: Mapping[str, Place]) -> None:
     bias = f"{name}_bias" if record.weight.tensor == name else f"{name}.bias"
     if record.bias != bias and _is_vector(places.get(bias)):
         _refuse(name, "its bias", record.bias, bias)
-    _check_static(record)
 
 
 def _is_vector(place: Place | None) -> bool:
@@ -58,15 +75,28 @@ def _is_vector(place: Place | None) -> bool:
     return place is not None and place.entry.dtype in FLOAT_DTYPES and len(place.entry.shape) < 3
 
 
-def _check_static(record: LayerRecord) -> None:
-    """Where an input scale is stored, FP8 inputs are static iff no scale mode is named."""
-    activation = record.activation
-    fp8 = activation.dtype is not None and activation.dtype.startswith("fp8")
-    if fp8 and record.input_scale is not None:
-        static = activation.scale_mode is None
-        if activation.static != static:
-            what = f"activation.static, with scale mode {activation.scale_mode} and an input_scale"
-            _refuse(record.name, what, activation.static, static)
+def check_inputs(manifest: Manifest, config: Mapping[str, Any]) -> None:
+    """Nothing; raises InvalidManifest where the inputs of a layer are quantized otherwise than its
+    scheme means, or than any part of the source's config in config.json says.
+
+    No shape depends on it: what is wrong here only shows in the answers.
+    """
+    named = named_inputs(config)
+    seen: set[tuple[str, Inputs]] = set()
+    for record in manifest.layers:
+        activation = record.activation
+        inputs = Inputs(activation.dtype, activation.scale_mode, activation.static)
+        if (record.scheme, inputs) in seen:
+            continue
+        seen.add((record.scheme, inputs))
+        meant = SCHEME_INPUTS[record.scheme]
+        any_mode = inputs._replace(scale_mode=ANY)
+        if inputs not in meant and any_mode not in meant:
+            expected = " or ".join(map(str, meant))
+            _refuse(record.name, f"inputs that are not those of {record.scheme}", inputs, expected)
+        if named and inputs not in named:
+            what = "inputs that the source's config does not name"
+            _refuse(record.name, what, inputs, " or ".join(sorted(map(str, named))))
 
 
 def check_names(manifest: Manifest, topology: Topology) -> None:

@@ -12,6 +12,7 @@ from mxfp4prep.runtime.backends import BACKENDS, choose_backend
 from mxfp4prep.runtime.bf16_reference import Way
 from mxfp4prep.runtime.ceilings import Ceilings, Floor, floor_of
 from mxfp4prep.runtime.distinct import Alike
+from mxfp4prep.runtime.room import NoRoom, telling_where
 from mxfp4prep.runtime.timing import Timing, measure
 from mxfp4prep.runtime.workloads import Load, Size, Work, load_of
 
@@ -53,12 +54,13 @@ class BenchRow(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """What did not run, and why. m None: at no m."""
+    """What did not run, and why. m None: at no m. no_room: memory was too small."""
 
     layer: str
     backend: str
     m: int | None
     reason: str
+    no_room: bool = False
 
 
 def usable_backends(device: torch.device, requested: Sequence[str] | None = None) -> list[str]:
@@ -94,13 +96,13 @@ def bench(
     for shape in shapes:
         layer: PreparedLinear | PreparedExperts
         try:
-            if shape.experts:
-                layer = prepared.read_experts(shape.name).to(device)
-            else:
-                layer = prepared.read(shape.name).to(device)
-        except (Unsupported, torch.OutOfMemoryError) as error:
-            reason = str(error).partition("\n")[0]
-            yield from (Skipped(shape.name, backend, None, reason) for backend in backends)
+            with telling_where(shape.name):
+                if shape.experts:
+                    layer = prepared.read_experts(shape.name).to(device)
+                else:
+                    layer = prepared.read(shape.name).to(device)
+        except (Unsupported, NoRoom) as error:
+            yield from (_skipped(shape, backend, None, error) for backend in backends)
             continue
         fitting = []
         for backend in backends:
@@ -112,10 +114,23 @@ def bench(
                 )
             except BackendUnavailable as error:
                 yield Skipped(shape.name, backend, None, error.what)
-        if fitting:
-            load = load_of(layer, prepared.config)
-            yield from _bench_layer(shape, load, fitting, ceilings, m, seed)
-            del load  # before the next layer takes memory
+        if not fitting:
+            continue
+        try:
+            with telling_where(shape.name):
+                load = load_of(layer, prepared.config)
+        except NoRoom as error:
+            yield from (_skipped(shape, backend, None, error) for backend in fitting)
+            continue
+        yield from _bench_layer(shape, load, fitting, ceilings, m, seed)
+        del load  # before the next layer takes memory
+
+
+def _skipped(shape: Alike, backend: str, m: int | None, error: Unsupported | NoRoom) -> Skipped:
+    reason = str(error).partition("\n")[0]
+    if isinstance(error, NoRoom):  # the layer and m are named beside it
+        reason = reason.removeprefix(f"{error.where}: ")
+    return Skipped(shape.name, backend, m, reason, isinstance(error, NoRoom))
 
 
 def _bench_layer(
@@ -127,7 +142,12 @@ def _bench_layer(
     seed: int,
 ) -> Iterator[BenchRow | Skipped]:
     for rows in m:
-        work = load.at(rows, torch.Generator().manual_seed(seed))
+        try:
+            with telling_where(f"{shape.name} at m {rows}"):
+                work = load.at(rows, torch.Generator().manual_seed(seed))
+        except NoRoom as error:
+            yield from (_skipped(shape, backend, rows, error) for backend in backends)
+            continue
         yield from _bench_work(shape, load, work, backends, ceilings)
 
 
@@ -141,10 +161,10 @@ def _bench_work(
         for module in load.modules:
             module.backend = backend
         try:
-            timing = measure(work.calls, work.device)
-        except (Unsupported, torch.OutOfMemoryError) as error:
-            reason = str(error).partition("\n")[0]
-            yield Skipped(shape.name, backend, work.m, reason)
+            with telling_where(f"{shape.name} at m {work.m}"):
+                timing = measure(work.calls, work.device)
+        except (Unsupported, NoRoom) as error:
+            yield _skipped(shape, backend, work.m, error)
             continue
         yield BenchRow(
             shape.name,
@@ -165,7 +185,8 @@ def _fastest(work: Work) -> Bf16 | None:
     found = []
     for by, calls in work.bf16.items():
         try:
-            found.append(Bf16(measure(calls, work.device), by))
-        except torch.OutOfMemoryError:  # our own calls may still fit
+            with telling_where("bf16"):
+                found.append(Bf16(measure(calls, work.device), by))
+        except NoRoom:  # our own calls may still fit
             continue
     return min(found, key=lambda bf16: bf16.timing.median_us, default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mxfp4prep.errors import CannotShard, InvalidManifest, UsageError
+from mxfp4prep.errors import CannotShard, InvalidManifest
 from mxfp4prep.manifest import LayerRecord
 from mxfp4prep.parallel import Cut, Role, Shard, Topology, assign_roles, cut_of, parse_rules, shard
 
@@ -28,13 +28,7 @@ class Cutter:
         tp_size: int,
         rules: Iterable[str] = (),
     ) -> Cutter:
-        """A cutter for modules `names`, with the rules that they were planned by.
-
-        Raises UsageError for a rank that does not exist.
-        """
-        if tp_size < 1 or not 0 <= tp_rank < tp_size:
-            found = f"tp_rank {tp_rank}, tp_size {tp_size}"
-            raise UsageError("load", "no such rank", found=found, expected="0 <= tp_rank < tp_size")
+        """A cutter for modules `names`, with the rules that they were planned by."""
         roles = assign_roles(list(names), parse_rules(rules), topology.model_type)
         return cls(tp_rank, tp_size, topology, roles)
 

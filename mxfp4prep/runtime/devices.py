@@ -22,6 +22,52 @@ LOADABLE = ("cpu", "cuda")
 """Device types that `load` puts layers on; on others they are moved afterwards."""
 
 
+TO_RUN = "'cpu', 'cuda', 'cuda:N' or another device that torch has"
+TO_LOAD = "'cpu', 'cuda', 'cuda:N', 'meta', a GPU's number or a torch.device"
+
+
+def named_device(device: object, where: str, expected: str) -> torch.device:
+    """The device of that name, whether or not it is here; a number is that of a GPU.
+
+    where, expected   what the caller calls it and what he may be told, for the error
+
+    Raises UsageError for what names none.
+    """
+    if isinstance(device, torch.device):
+        return device
+    name = f"cuda:{device}" if type(device) is int else device
+    try:
+        target = torch.device(name) if isinstance(name, str) else None
+    except RuntimeError:
+        target = None
+    # torch keeps eight bits of a number: to it cuda:300 is cuda:44
+    if target is None or (target.index is not None and not str(name).endswith(f":{target.index}")):
+        hint = "for example cpu or cuda:0"
+        raise UsageError(where, "unknown", found=repr(device), expected=expected, hint=hint)
+    return target
+
+
+def loading_device(device: object) -> torch.device:
+    """The device that `load` is told, where it can put layers.
+
+    Raises UsageError for an unknown one and for one of another type, BackendUnavailable for a GPU
+    that is not here.
+    """
+    target = named_device(device, "device", TO_LOAD)
+    if target.type not in (*LOADABLE, "meta"):
+        raise UsageError(
+            "device",
+            "not supported",
+            found=target.type,
+            expected=TO_LOAD,
+            hint="load on 'cpu', then move the modules with .to(device)",
+        )
+    obstacle = _obstacle(target) if target.type == "cuda" else None
+    if obstacle is not None:
+        raise BackendUnavailable(f"device {target}", obstacle, hint="load with device='cpu'")
+    return target
+
+
 def usable_device(name: str | torch.device, where: str = "device") -> torch.device:
     """The device of that name, which torch can put a tensor on.
 
@@ -30,11 +76,7 @@ def usable_device(name: str | torch.device, where: str = "device") -> torch.devi
     Raises UsageError for a name that torch does not know and for meta, which holds no values,
     BackendUnavailable for a device that is not here.
     """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        text = str(error).partition("\n")[0]
-        raise UsageError(where, text, hint="for example cpu or cuda:0") from None
+    device = named_device(name, where, TO_RUN)
     if device.type == "meta":
         raise UsageError(where, "meta tensors hold no values", hint="for example cpu or cuda:0")
     obstacle = _obstacle(device)
@@ -70,7 +112,8 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return device.type
-    return f"{_cpu_model()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{_cpu_model()}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

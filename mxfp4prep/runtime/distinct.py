@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mxfp4prep.manifest import LayerRecord
-    from mxfp4prep.runtime.loader import Prepared
+    from mxfp4prep.runtime.prepared import Prepared
 
 
 class Alike(NamedTuple):

@@ -10,7 +10,7 @@ from mxfp4prep.errors import UsageError
 from mxfp4prep.runtime import ops  # noqa: F401 - defines torch.ops.mxfp4prep
 from mxfp4prep.runtime.backends import Needs
 from mxfp4prep.runtime.exact import ExactScales
-from mxfp4prep.runtime.gating import check_names
+from mxfp4prep.runtime.gating import check_names, checked_limit
 from mxfp4prep.runtime.input_quant import input_quant_of
 from mxfp4prep.runtime.linear import check_input, check_stored
 from mxfp4prep.runtime.spreading import EVERY_ROW, Turn
@@ -111,7 +111,8 @@ class PreparedExperts(ExactScales):
         self.gate_up, self.activation = gate_up, activation
         # torch.compile(dynamic=True) makes a symbol of a module's float and then compiles again
         # without it; a string is a constant to it.
-        self._limit = None if limit is None else repr(float(limit))
+        limit = checked_limit(f"{name}: limit", limit)
+        self._limit = None if limit is None else repr(limit)
         self.backend = backend
         self.name = name
         self.tp_rank, self.tp_size = tp_rank, tp_size

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +37,8 @@ _HIDDEN_ACT = {  # config.json's hidden_act -> our name
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+
+NAME_IT = "name it yourself: prepared.experts(prefix, activation=..., limit=...)"
 
 _LIMITS_BY_LAYER = ("swiglu_limits", "swiglu_limits_shared")
 """Step-3.5 clamps in some layers only, and after the activation instead of before it."""
@@ -69,13 +73,36 @@ def check_names(where: str, activation: str, order: str) -> None:
         ("gate_up order", order, GATE_UP_ORDERS),
     ):
         if name not in known:
-            raise UsageError(where, f"unknown {what}", found=name, expected=" or ".join(known))
+            raise UsageError(
+                where,
+                f"unknown {what}",
+                found=name,
+                expected=" or ".join(known),
+                hint=f"name one of them, or leave {what.partition(' ')[0]} out",
+            )
+
+
+def checked_limit(where: str, limit: object) -> float | None:
+    """A clamp as a float, or None for none. Raises UsageError for what cannot be one."""
+    if limit is None:
+        return None
+    number = float(limit) if isinstance(limit, Real) and not isinstance(limit, bool) else math.nan
+    if not number >= 0:  # neither is a NaN
+        raise UsageError(
+            where,
+            "not a clamp of gate and up",
+            found=repr(limit),
+            expected="a number >= 0, or None",
+            hint="limit=None clamps nothing",
+        )
+    return number
 
 
 def activation_of_config(config: Mapping[str, Any], where: str) -> tuple[str, float | None]:
     """The experts' activation and its limit, as config.json names them.
 
-    Raises Unsupported for one that is not in GATES, or for limits that differ from layer to layer.
+    Raises Unsupported for one that is not in GATES, for a limit that is none, or for limits that
+    differ from layer to layer.
     """
     nested = config.get("text_config")
     text = nested if isinstance(nested, Mapping) else config
@@ -87,8 +114,7 @@ def activation_of_config(config: Mapping[str, Any], where: str) -> tuple[str, fl
                 f"config.json's {name}: clamps that differ from layer to layer",
                 hint="load its layers one by one with prepared[name]",
             )
-    limit = text.get("swiglu_limit")
-    limit = float(limit) if isinstance(limit, int | float) and limit else None
+    limit = _limit_of_config(text.get("swiglu_limit"), where)
     if text.get("model_type") == "gpt_oss":
         return "swigluoai", SWIGLUOAI_LIMIT if limit is None else limit
     named = text.get("hidden_act", text.get("hidden_activation", "silu"))
@@ -97,6 +123,14 @@ def activation_of_config(config: Mapping[str, Any], where: str) -> tuple[str, fl
             where,
             f"config.json's hidden_act {named}",
             expected=" or ".join(_HIDDEN_ACT),
-            hint="name it yourself: prepared.experts(prefix, activation=...)",
+            hint=NAME_IT,
         )
     return _HIDDEN_ACT[named], limit
+
+
+def _limit_of_config(limit: object, where: str) -> float | None:
+    try:
+        return checked_limit(where, limit or None)
+    except UsageError as error:
+        what = f"config.json's swiglu_limit {limit}"
+        raise Unsupported(where, what, expected=error.expected, hint=NAME_IT) from None

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from mxfp4prep.errors import CannotShard, Unsupported, UsageError
+from mxfp4prep.errors import CannotShard, Unsupported
 from mxfp4prep.runtime.assembling import Assembler
 from mxfp4prep.runtime.experts import PreparedExperts
 from mxfp4prep.runtime.gathering import Gathered, Stack
 from mxfp4prep.runtime.shared_expert import SharedExpert, SharedGate
-from mxfp4prep.runtime.shared_parts import FUSIONS, SharedParts, slot_stacks, slots_of
-from mxfp4prep.runtime.slices import RepackWarning
+from mxfp4prep.runtime.shared_parts import SharedParts, slot_stacks, slots_of
+from mxfp4prep.runtime.slices import warn_of_repacking
 from mxfp4prep.runtime.spreading import EVERY_ROW, Spread, Turn
 
 if TYPE_CHECKING:
@@ -50,10 +49,8 @@ def assemble(
     records   MXFP4 layers by name, for the shared expert's gate
 
     Raises CannotShard where experts cannot be cut, Unsupported where ranks would go without one or
-    a shared expert that is to be fused cannot be, UsageError for an unknown fusion.
+    a shared expert that is to be fused cannot be.
     """
-    if layer.fusion not in FUSIONS:
-        raise UsageError("fusion", "unknown", found=layer.fusion, expected=" or ".join(FUSIONS))
     routed, maker = layer.routed, assembler
     expert_map = spread.expert_map(len(routed.w2), layer.prefix)
     if expert_map is not None:
@@ -62,22 +59,28 @@ def assemble(
         routed, maker = Gathered(routed.w13[here], routed.w2[here]), assembler.whole()
         expert_map = expert_map.to(assembler.device)
     intermediate = _check_cut(maker, layer.prefix, routed)
-    paths = maker.paths(layer.prefix, {"gate and up": routed.w13, "down": routed.w2})
-    w13_path, w2_path = paths["gate and up"], paths["down"]
     slots = _slots(maker, layer, routed) if layer.shared is not None else 0
+    held = _held(maker, layer, len(routed.w2), slots)
+    if held is None:
+        paths = maker.paths(layer.prefix, {"gate and up": routed.w13, "down": routed.w2})
+        w13_path, w2_path = paths["gate and up"], paths["down"]
+    else:
+        w13_path, w2_path = held.w13_path, held.w2_path
     more: tuple[list[Stack], list[Stack]] = ([], [])
     shared, turn = None, EVERY_ROW
     if layer.shared is not None and slots:
         more = slot_stacks(layer.shared, slots)
         turn = spread.turn(1)
-        _warn_of_repacking(maker, layer.shared.name, zip(more, (w13_path, w2_path), strict=True))
+        if held is None or held.w13[0].shape[0] == len(routed.w2):
+            banks = zip(more, (w13_path, w2_path), strict=True)
+            _warn_of_repacking(maker, layer.shared.name, banks)
     elif layer.shared is not None:
         shared, turn = _apart(assembler, layer, spread)
     w13, w2 = [*routed.w13, *more[0]], [*routed.w2, *more[1]]
     up, down = routed.w13[0][-1].record, routed.w2[0][0].record
     experts = PreparedExperts(
-        *maker.banks(w13, w13_path),
-        *maker.banks(w2, w2_path),
+        *maker.banks(w13, w13_path, None if held is None else held.w13),
+        *maker.banks(w2, w2_path, None if held is None else held.w2),
         hidden=down.n,
         intermediate=intermediate,
         w13_path=w13_path,
@@ -102,6 +105,30 @@ def assemble(
         turn=turn,
     )
     return maker.with_backend(experts)
+
+
+class _Held(NamedTuple):
+    """Weight and scale of both banks that are here already: of the routed experts, or of all."""
+
+    w13: tuple[Tensor, Tensor]
+    w2: tuple[Tensor, Tensor]
+    w13_path: str
+    w2_path: str
+
+
+def _held(maker: Assembler, layer: MoeLayer, routed: int, slots: int) -> _Held | None:
+    """What is kept of this layer's banks: routed experts, and the shared one's slots if any."""
+    kept = None if maker.kept is None else maker.kept.banks(layer.prefix, maker.device)
+    if kept is None:
+        return None
+    same = layer.shared is not None and layer.shared.name == kept.shared_name
+    count = routed + slots if same and kept.shared_slots == slots else routed
+    return _Held(
+        (kept.w13[:count], kept.w13_scale[:count]),
+        (kept.w2[:count], kept.w2_scale[:count]),
+        kept.w13_path,
+        kept.w2_path,
+    )
 
 
 def _check_cut(maker: Assembler, prefix: str, routed: Gathered) -> int:
@@ -164,28 +191,19 @@ def _warn_of_repacking(
     for stacks, path in banks:
         stored = sorted({found for found, _ in maker.piece_paths(stacks)} - {path})
         if stored:
-            warnings.warn(
+            warn_of_repacking(
                 f"{name}: read whole and repacked for path {path}, which the routed experts take: "
-                f"its pieces are stored for path {', '.join(stored)}",
-                RepackWarning,
-                stacklevel=6,
+                f"its pieces are stored for path {', '.join(stored)}"
             )
             return
 
 
 def _apart(assembler: Assembler, layer: MoeLayer, spread: Spread) -> tuple[SharedExpert, Turn]:
-    """The shared expert as layers of its own, and the rows that are this rank's.
-
-    It is cut over the tensor-parallel ranks, as audit has it. Where that is impossible but experts
-    are spread, or where a rule says so, every rank holds the whole.
-    """
+    """The shared expert as layers of its own, and the rows that are this rank's."""
     parts = layer.shared
     assert parts is not None
-    cutter, maker, ranks = assembler.cutter, assembler, 1
-    if cutter.cut(parts.down).axis == "columns":
-        ranks = cutter.tp_size
-        if spread.size > 1 and not _can_be_cut(assembler, parts.down):
-            maker, ranks = assembler.whole(), 1
+    cutter = assembler.cutter
+    maker, ranks = shared_maker(assembler, parts.down, spread)
     rows = sum(maker.cutter.piece(record).n for record in parts.up)
     if rows != 2 * maker.cutter.piece(parts.down).k:
         raise Unsupported(
@@ -202,6 +220,19 @@ def _apart(assembler: Assembler, layer: MoeLayer, spread: Spread) -> tuple[Share
     )
     everyone = spread if spread.size > 1 else Spread(cutter.tp_rank, cutter.tp_size)
     return shared, everyone.turn(ranks)
+
+
+def shared_maker(assembler: Assembler, down: LayerRecord, spread: Spread) -> tuple[Assembler, int]:
+    """Who makes the layers of the shared expert with this down, and how many ranks share a result.
+
+    It is cut over the tensor-parallel ranks, as audit has it. Where that is impossible but experts
+    are spread, or where a rule says so, every rank holds the whole.
+    """
+    if assembler.cutter.cut(down).axis != "columns":
+        return assembler, 1
+    if spread.size > 1 and not _can_be_cut(assembler, down):
+        return assembler.whole(), 1
+    return assembler, assembler.cutter.tp_size
 
 
 def _can_be_cut(assembler: Assembler, record: LayerRecord) -> bool:

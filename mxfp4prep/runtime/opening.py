@@ -29,7 +29,7 @@ from mxfp4prep.prepared import (
     read_digests,
 )
 from mxfp4prep.runtime.agreement import Place, check_layer
-from mxfp4prep.runtime.belonging import check_names, check_tensors
+from mxfp4prep.runtime.belonging import check_inputs, check_names, check_tensors
 from mxfp4prep.safefile import read_header
 
 SUMS_LIMIT = 1 << 24
@@ -64,6 +64,7 @@ def open_for_serving(path: Path, *, verify: bool) -> Opened:
         check_tensors(record, places)
     _check_accounts(manifest, places)
     check_names(manifest, Topology.from_config(prepared.config))
+    check_inputs(manifest, prepared.config)
     _check_sum(prepared)
     digests = None
     if verify:
@@ -72,8 +73,9 @@ def open_for_serving(path: Path, *, verify: bool) -> Opened:
 
 
 def _check_sum(prepared: PreparedFiles) -> None:
-    """Refuses a manifest that is not the one SHA256SUMS was written with. How inputs are quantized
-    is said nowhere else; a copy without that file (engines fetch *.json only) is not asked."""
+    """Refuses a manifest that is not the one SHA256SUMS was written with. Which of several kinds of
+    inputs a layer has is said nowhere else; a copy without that file (engines fetch *.json only) is
+    not asked."""
     sums = prepared.root / SUMS_NAME
     if not sums.is_file():
         return

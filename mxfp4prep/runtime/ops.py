@@ -15,8 +15,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from mxfp4prep.errors import Unsupported
+from mxfp4prep.errors import Unsupported, UsageError
+from mxfp4prep.layouts import PATHS
 from mxfp4prep.runtime.backends import implementation
+from mxfp4prep.runtime.gating import check_names, checked_limit
+from mxfp4prep.runtime.input_quant import INPUT_QUANT
 
 
 class Output(NamedTuple):
@@ -83,7 +86,10 @@ def gemm(
     bias          (n,) floating, added in float32
     input_scale   one float32, for input_quant "fp8_static"
     backend       a name that `backends()` lists
+
+    Raises UsageError for an unknown path, input_quant or backend.
     """
+    _check_words("gemm", input_quant, path)
     with torch.autocast(x.device.type, enabled=False):
         return implementation(backend).gemm(
             x, weight, scale, n, path, input_quant, bias=bias, input_scale=input_scale
@@ -149,8 +155,13 @@ def fused_moe(
     quantized; the reference does not. "fp8_tensor" takes its scale over the rows that go to one
     expert, not over all of x.
 
-    Raises UsageError for another id, in the reference; a kernel on a GPU does not look.
+    Raises UsageError for words that are none of those, for a clamp that is none (negative, NaN) and
+    for padding that leaves nothing; for another id in the reference, where a kernel on a GPU does
+    not look.
     """
+    _check_words("fused_moe", input_quant, w13_path, w2_path)
+    check_names("fused_moe", activation, gate_up)
+    _check_sizes(limit, x.shape[1], hidden_pad, intermediate, intermediate_pad)
     with torch.autocast(x.device.type, enabled=False):
         return implementation(backend).fused_moe(
             x,
@@ -176,11 +187,47 @@ def fused_moe(
         )
 
 
+def _check_words(where: str, input_quant: str, *paths: str) -> None:
+    """Raises UsageError for a name that backends do not know: some would take it for another."""
+    words = [("path", path, tuple(PATHS)) for path in paths]
+    for what, found, known in (("input_quant", input_quant, tuple(INPUT_QUANT)), *words):
+        if found not in known:
+            hint = "a layer's own are its input_quant and paths"
+            raise UsageError(
+                where, f"unknown {what}", found=found, expected=" or ".join(known), hint=hint
+            )
+
+
+def _check_sizes(
+    limit: float | None, hidden: int, hidden_pad: int, intermediate: int, intermediate_pad: int
+) -> None:
+    """Raises UsageError for a clamp below zero or NaN, and for padding that is more than a part."""
+    if limit is not None and not limit >= 0:
+        checked_limit("fused_moe: limit", limit)
+    for what, pad, size in (
+        ("hidden_pad", hidden_pad, hidden),
+        ("intermediate_pad", intermediate_pad, intermediate),
+    ):
+        if pad and not 0 <= pad < size:
+            raise UsageError(
+                "fused_moe",
+                f"{what} leaves no value that is no padding",
+                found=f"{what} {pad} of {size}",
+                expected=f"0 <= {what} < {size}",
+                hint="it counts the values at the end that are padding",
+            )
+
+
 def _gemm_output(call: Mapping[str, Any]) -> Output:
+    _check_words("gemm", call["input_quant"], call["path"])
     return Output((call["x"].shape[0], call["n"]), call["x"])
 
 
 def _fused_moe_output(call: Mapping[str, Any]) -> Output:
+    _check_words("fused_moe", call["input_quant"], call["w13_path"], call["w2_path"])
+    check_names("fused_moe", call["activation"], call["gate_up"])
+    pads = call["hidden_pad"], call["intermediate"], call["intermediate_pad"]
+    _check_sizes(call["limit"], call["x"].shape[1], *pads)
     return Output(tuple(call["x"].shape), call["x"])
 
 

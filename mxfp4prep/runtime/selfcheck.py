@@ -16,6 +16,7 @@ from mxfp4prep.runtime.devices import wait_for
 from mxfp4prep.runtime.distinct import distinct
 from mxfp4prep.runtime.linear import PreparedLinear
 from mxfp4prep.runtime.oracle import experts_oracle, linear_oracle
+from mxfp4prep.runtime.room import check_room, telling_where
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +87,7 @@ def selfcheck(
     m        how many rows x has
 
     Raises UsageError, before anything runs, for a name that is neither, BackendUnavailable for a
-    backend that cannot run a layer.
+    backend that cannot run a layer, NoRoom (an IOFailed) for rows that do not fit into memory.
     """
     if layers is not None:
         names = list(layers)
@@ -118,18 +119,28 @@ def _check(
     seed: int,
 ) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(seed)
-    layer = prepared.read(name) if name in prepared else prepared.read_experts(name)
-    if device != prepared.device:
-        layer = layer.to(device)
+    with telling_where(name, "select smaller layers with --layers"):
+        layer = prepared.read(name) if name in prepared else prepared.read_experts(name)
+        if device != prepared.device:
+            layer = layer.to(device)
     if backend is not None or device.type != prepared.device.type:
         layer.backend = choose_backend(
             device.type, backend, layer.paths, layer.input_quant, layer.needs
         )
     for rows in m:
-        if isinstance(layer, PreparedLinear):
-            yield _check_linear(layer, _judge(layer, device), rows, device, generator)
-        else:
-            yield _check_experts(layer, _judge(layer, device), rows, device, generator)
+        top = 1 if isinstance(layer, PreparedLinear) else _top(layer)
+        check_room(layer, rows, device, top)
+        with telling_where(f"{name} at m {rows}"):
+            if isinstance(layer, PreparedLinear):
+                row = _check_linear(layer, _judge(layer, device), rows, device, generator)
+            else:
+                row = _check_experts(layer, _judge(layer, device), rows, device, generator)
+        yield row
+
+
+def _top(layer: PreparedExperts) -> int:
+    """How many experts a token goes to here."""
+    return min(2, layer.experts)
 
 
 def _judge(layer: Layer, device: torch.device) -> Layer:
@@ -172,7 +183,7 @@ def _check_experts(
     device: torch.device,
     generator: torch.Generator,
 ) -> Row:
-    top = min(2, layer.experts)
+    top = _top(layer)
     x = torch.randn((m, layer.hidden), generator=generator).to(device, torch.bfloat16)
     ids = torch.rand((m, layer.experts), generator=generator).topk(top).indices.to(device)
     weights = torch.rand((m, top), generator=generator).to(device)

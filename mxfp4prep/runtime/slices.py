@@ -7,6 +7,8 @@ exactly follows from the layout's own index formula.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 from math import gcd
 from typing import NamedTuple
@@ -16,12 +18,22 @@ from mxfp4prep.errors import LayoutError
 from mxfp4prep.layouts import LAYOUTS, PATHS, Layout
 from mxfp4prep.parallel import SCALE_GROUP, Shard
 
+_PACKAGE = f"{__name__.partition('.')[0]}."
+
 Range = tuple[int, int]
 """First element, and the one after the last."""
 
 
 class RepackWarning(RuntimeWarning):
     """A stored layout could not be sliced at this degree: the layer is read whole and repacked."""
+
+
+def warn_of_repacking(text: str) -> None:
+    """One RepackWarning, at the line outside this package that asked for the layer."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, RepackWarning, stacklevel=level)
 
 
 class Rectangle(NamedTuple):

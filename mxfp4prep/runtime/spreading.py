@@ -24,10 +24,7 @@ class Spread:
 
     @classmethod
     def make(cls, rank: int, size: int, tp_rank: int, tp_size: int) -> Spread:
-        """The rank; raises UsageError for one that does not exist or contradicts tp_rank."""
-        if size < 1 or not 0 <= rank < size:
-            found = f"ep_rank {rank}, ep_size {size}"
-            raise UsageError("load", "no such rank", found=found, expected="0 <= ep_rank < ep_size")
+        """The rank, one of `Ranks`; raises UsageError for one that contradicts tp_rank."""
         if size > 1 and (size % tp_size or rank % tp_size != tp_rank):
             raise UsageError(
                 "load",

@@ -11,8 +11,10 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import cuda
@@ -32,6 +34,8 @@ WARM_UP = 3
 CALLS_PER_GRAPH = 16
 """A graph has so many calls at least: they share the microsecond or two that it takes to start."""
 
+TASKS = Path("/proc/self/task")
+
 TIMES_THE_CACHE = 3
 MOST_COPIES = 256
 """Weights of less than a 256th of 3 caches stay in them; a graph of more calls is slow to make."""
@@ -39,10 +43,20 @@ MOST_COPIES = 256
 Method = Literal["graph", "events", "clock"]
 
 
+STEADY_SPREAD, STEADY_MEDIAN, STEADY_WAITING = 0.25, 1.5, 0.1
+"""Runs were not alone on the machine where their middle half spreads over more than this share of
+the median, or the median is more than so many times the fastest, or the process's threads waited
+for a CPU for more than this share of the time. The last alone shows what hits every run: a call of
+0.9 ms on two cores that another process used took 56 ms, the same each time."""
+
+
 class Timing(NamedTuple):
     """How long one call takes, in microseconds.
 
     spread_us   from the first to the third quartile
+    fastest_us  of the fastest run
+    waited      time that this process's threads waited for a CPU while the runs went on, over the
+                time of the runs; None on a GPU, and where the kernel does not tell
     runs        how many times the whole list of calls ran (clock: single calls)
     method      graph: replays of a CUDA graph with all calls · events: the calls one after the
                 other between two CUDA events, for those that wait for the host · clock: single
@@ -51,8 +65,19 @@ class Timing(NamedTuple):
 
     median_us: float
     spread_us: float
+    fastest_us: float
     runs: int
     method: Method
+    waited: float | None = None
+
+    @property
+    def steady(self) -> bool:
+        """Whether the runs agree well enough for their median to say something."""
+        return (
+            self.spread_us <= STEADY_SPREAD * self.median_us
+            and self.median_us <= STEADY_MEDIAN * self.fastest_us
+            and (self.waited is None or self.waited <= STEADY_WAITING)
+        )
 
 
 def measure(
@@ -90,7 +115,7 @@ def _on_clock(
         next(turns)()
     wait_for(device)
     times: list[float] = []
-    spent = 0.0
+    spent, before = 0.0, waited_seconds()
     while len(times) < FEWEST_RUNS or (spent < seconds and len(times) < MOST_RUNS):
         call = next(turns)
         start = time.perf_counter()
@@ -98,7 +123,23 @@ def _on_clock(
         wait_for(device)
         times.append(time.perf_counter() - start)
         spent += times[-1]
-    return _timing([duration * 1e6 for duration in times], "clock")
+    after = waited_seconds()
+    waited = None if before is None or after is None else max(0.0, after - before) / spent
+    return _timing([duration * 1e6 for duration in times], "clock", waited)
+
+
+def waited_seconds(tasks: Path = TASKS) -> float | None:
+    """How long the threads of this process have been ready to run while other ones had the CPU.
+
+    Source: Linux, Documentation/scheduler/sched-stats.rst, /proc/<pid>/schedstat. None where the
+    kernel does not keep it.
+    """
+    waited, known = 0, False
+    for thread in tasks.glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # a thread that has just ended
+            waited += int(thread.read_text(encoding="ascii").split()[1])  # nanoseconds
+            known = True
+    return waited / 1e9 if known else None
 
 
 def _on_gpu(calls: Sequence[Callable[[], Tensor]], device: torch.device, seconds: float) -> Timing:
@@ -178,6 +219,6 @@ def _event_times(run: Callable[[], object], count: int) -> list[float]:
     return [events[i].elapsed_time(events[i + 1]) for i in range(count)]
 
 
-def _timing(microseconds: list[float], method: Method) -> Timing:
+def _timing(microseconds: list[float], method: Method, waited: float | None = None) -> Timing:
     first, median, third = statistics.quantiles(microseconds, n=4, method="inclusive")
-    return Timing(median, third - first, len(microseconds), method)
+    return Timing(median, third - first, min(microseconds), len(microseconds), method, waited)

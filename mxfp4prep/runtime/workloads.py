@@ -21,6 +21,7 @@ from mxfp4prep.runtime.ceilings import random_bf16
 from mxfp4prep.runtime.devices import cache_nbytes, free_nbytes
 from mxfp4prep.runtime.distinct import top_k
 from mxfp4prep.runtime.experts import PreparedExperts
+from mxfp4prep.runtime.room import check_room
 from mxfp4prep.runtime.timing import copies_beyond
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ SHARE_OF_FREE = 4
 """All copies of a layer take at most this fraction of the free memory."""
 
 BF16_BYTES = 2
+
+ROUTING_NBYTES = 12
+"""For each expert of a token: a float32 weight, an int64 id."""
 
 Calls = Sequence[Callable[[], "Tensor"]]
 Copied = TypeVar("Copied")
@@ -95,8 +99,9 @@ class LinearLoad:
         return Size(self.modules[0].n, self.modules[0].k)
 
     def at(self, m: int, generator: torch.Generator) -> Work:
-        """The work of x (m, k)."""
+        """The work of x (m, k). Raises NoRoom where so many rows do not fit into memory."""
         layer = self.modules[0]
+        check_room(layer, m, layer.weight.device)
         x = _activations(m, layer.k, layer.weight, generator)
         calls = [lambda module=module: module(x) for module in self.modules]
         nbytes = _nbytes(layer.weight, layer.scale) + m * (layer.k + layer.n) * BF16_BYTES
@@ -133,14 +138,15 @@ class ExpertsLoad:
         return Size(2 * layer.intermediate, layer.hidden, layer.experts, self.top)
 
     def at(self, m: int, generator: torch.Generator) -> Work:
-        """The work of x (m, hidden)."""
-        layer = self.modules[0]
-        x = _activations(m, layer.hidden, layer.w13, generator)
+        """The work of x (m, hidden). Raises NoRoom where so many rows do not fit into memory."""
+        layer, device = self.modules[0], self.modules[0].w13.device
         one = _bank_nbytes(layer) / layer.w13.shape[0]
         most = min(m * self.top, layer.experts)
-        count = copies_beyond(cache_nbytes(x.device), int(one * most))
+        count = copies_beyond(cache_nbytes(device), int(one * most))
         count = max(count, len(self.modules))
-        routings = [self._routing(m, layer.experts, generator, x.device) for _ in range(count)]
+        check_room(layer, m, device, self.top, count * m * self.top * ROUTING_NBYTES)
+        x = _activations(m, layer.hidden, layer.w13, generator)
+        routings = [self._routing(m, layer.experts, generator, device) for _ in range(count)]
         hit = sum(torch.unique(routing.ids).numel() for routing in routings) / count
         pairs = [(self.modules[i % len(self.modules)], r) for i, r in enumerate(routings)]
         calls = [lambda module=module, r=r: module(x, r.weights, r.ids) for module, r in pairs]
@@ -149,7 +155,7 @@ class ExpertsLoad:
             bf16.update(experts_calls(x, self.banks, routings))
         nbytes = hit * one + 2 * m * layer.hidden * BF16_BYTES
         operations = 6.0 * m * self.top * layer.hidden * layer.intermediate
-        return Work(m, x.device, calls, bf16, nbytes, operations)
+        return Work(m, device, calls, bf16, nbytes, operations)
 
     def _routing(
         self, m: int, experts: int, generator: torch.Generator, device: torch.device

@@ -11,7 +11,7 @@ from mxfp4prep.report.contract.parts import SchemaVersion
 
 
 class BenchDeviceDocument(TypedDict):
-    """The device and what it was measured to do.
+    """The device and what it was measured to do at most.
 
     bandwidth   bytes per second, read and written, of a large copy
     bf16_rate   operations per second of a large bfloat16 matrix product, two per multiply-add
@@ -31,15 +31,22 @@ class BenchRowDocument(TypedDict):
     n, k            of the matrix; for experts of gate and up together, down being (k, n / 2)
     experts, top_k  null for a plain matrix
     spread_us       from the first to the third quartile of `runs` runs
+    fastest_us      of the fastest run
     method          graph: replays of a CUDA graph of many calls · events: many calls between CUDA
                     events · clock: single calls on the host's clock
-    bf16_us         the same work in bfloat16, null where its weights do not fit into memory
+    bf16_us         the same work in bfloat16, null where its weights do not fit into memory;
+                    bf16_spread_us as spread_us
     bf16_by         linear (torch.nn.functional.linear), grouped_mm (torch's grouped product) or
                     loop (over the experts that are hit): the faster one for experts
     bf16_ratio      bf16_us / median_us: above 1, faster than bfloat16
     floor_us        the least time at the device's measured ceilings, and what sets it: the bytes
                     that must move (memory) or the operations (arithmetic)
     floor_share     floor_us / median_us: 1 is as fast as bfloat16 units or memory allow
+    waited          time that the process's threads waited for a CPU over the runs' time, null on a
+                    GPU or where the kernel does not tell
+    steady          false where the runs of the layer or of bfloat16 were not alone on the machine
+                    and the row is not to be trusted: the middle half over more than a quarter of
+                    the median, the median above 1.5 times the fastest, or waited above a tenth
     """
 
     layer: str
@@ -54,14 +61,18 @@ class BenchRowDocument(TypedDict):
     m: int
     median_us: float
     spread_us: float
+    fastest_us: float
     runs: int
+    waited: float | None
     method: Literal["graph", "events", "clock"]
     bf16_us: float | None
+    bf16_spread_us: float | None
     bf16_by: Literal["linear", "grouped_mm", "loop"] | None
     bf16_ratio: float | None
     floor_us: float
     floor_bound: Literal["memory", "arithmetic"]
     floor_share: float
+    steady: bool
 
 
 class BenchSkippedDocument(TypedDict):

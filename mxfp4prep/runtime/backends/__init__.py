@@ -159,9 +159,10 @@ def choose_backend(
             and _status(name).available
             and _objection(name, paths, needs) is None
         )
-    if requested not in BACKENDS:
+    if not isinstance(requested, str) or requested not in BACKENDS:
+        hint = "leave backend out to take the best that can run"
         known = " or ".join(BACKENDS)
-        raise UsageError("backend", "unknown", found=repr(requested), expected=known)
+        raise UsageError("backend", "unknown", found=repr(requested), expected=known, hint=hint)
     status = _status(requested)
     misfit = _misfit(requested, device_type, paths, input_quant)
     if misfit is None and status.available:

@@ -134,13 +134,14 @@ def _without_distribution(location: Path | None) -> str:
 
 def triton_obstacle() -> str | None:
     """Why Triton kernels cannot run here, or None where they can."""
-    if _module_location("triton") is None:
-        return "triton is not installed: it comes with the GPU builds of torch"
     import torch
 
-    if not torch.cuda.is_available():
-        return "no GPU that torch can use"
-    return None
+    missing = None
+    if _module_location("triton") is None:
+        missing = "triton is not installed: it comes with the GPU builds of torch"
+    if torch.cuda.is_available():
+        return missing
+    return "no GPU that torch can use" + ("" if missing is None else f"; {missing}")
 
 
 def _installed(distribution: str) -> bool:

@@ -1,0 +1,61 @@
+"""How the source's own config says that inputs are quantized: a witness beside the manifest.
+
+config.json keeps Quark's config word for word. Which layer is meant by which of its parts is for
+the converter to say; here it is only asked whether any part names what the manifest does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+
+class Inputs(NamedTuple):
+    """Inputs of a layer as a manifest records them; dtype None for none that are quantized."""
+
+    dtype: str | None
+    scale_mode: str | None
+    static: bool
+
+    def __str__(self) -> str:
+        if self.dtype is None:
+            return "unquantized"
+        return " ".join(
+            filter(None, (self.dtype, "static" if self.static else "dynamic", self.scale_mode))
+        )
+
+
+def named_inputs(config: Mapping[str, Any]) -> frozenset[Inputs]:
+    """Every kind of inputs that some part of the source's config names; empty if it has none.
+
+    config   config.json of a prepared checkpoint
+    """
+    declared = config.get("quantization_config")
+    source = declared.get("source_quantization_config") if isinstance(declared, Mapping) else None
+    return frozenset(_inputs(part) for part in _parts(source))
+
+
+def _parts(source: object) -> Iterator[Mapping[str, Any]]:
+    """What Quark wrote for all layers, for patterns of names and for types of layers."""
+    if not isinstance(source, Mapping):
+        return
+    parts = [source.get("global_quant_config")]
+    for key in ("layer_quant_config", "layer_type_quant_config"):
+        section = source.get(key)
+        parts += section.values() if isinstance(section, Mapping) else []
+    for part in parts:
+        if isinstance(part, Mapping) and part.get("weight"):
+            yield part
+
+
+def _inputs(part: Mapping[str, Any]) -> Inputs:
+    spec = part.get("input_tensors")
+    if not isinstance(spec, Mapping):  # a list is of another scheme than MXFP4
+        return Inputs(None, None, static=False)
+    flags = (spec.get("is_dynamic"), spec.get("dynamic"))
+    static = not next((flag for flag in flags if flag is not None), False)
+    mode = spec.get("scale_calculation_mode")
+    if str(spec.get("dtype")).startswith("fp8"):
+        by_token = spec.get("qscheme") == "per_channel"
+        mode = None if static else "per_token" if by_token else "per_tensor"
+    return Inputs(spec.get("dtype"), mode, static)
