@@ -52,6 +52,26 @@ def test_selfcheck_moves_layers(root):
     assert [row.ok for row in rows] == [True, True]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_layers_run_on_the_gpu_they_are_on(root, backend):
+    """The current device is another one, and stays it."""
+    here = mxfp4prep.load(root)
+    there = mxfp4prep.load(root, device=1, backend=backend)
+    assert torch.cuda.current_device() == 0
+    for name in here:
+        x = torch.randn((5, here[name].k))
+        y = there[name](x.to("cuda:1"))
+        torch.testing.assert_close(y.cpu(), here[name](x), rtol=1e-2, atol=1e-2)
+    experts, expected = there.experts(PREFIX), here.experts(PREFIX)
+    x, weights = torch.randn((70, experts.hidden)), torch.rand((70, 2))
+    ids = torch.rand((70, 3)).topk(2).indices
+    y = experts(*(part.to("cuda:1") for part in (x, weights, ids))).cpu()
+    wanted = expected(x, weights, ids)
+    assert (y - wanted).norm() < 0.02 * wanted.norm()
+    assert torch.cuda.current_device() == 0
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compiled_on_the_gpu(root):
     layer = mxfp4prep.load(root, device="cuda", backend="torch")["a.fc1"]

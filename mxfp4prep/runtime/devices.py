@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mxfp4prep.errors import BackendUnavailable, UsageError
 
@@ -152,3 +154,9 @@ def wait_for(device: torch.device) -> None:
     """Returns when the device has done all that was asked of it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def launching_on(tensor: Tensor) -> AbstractContextManager[object]:
+    """A context in which the tensor's GPU is the current device: Triton launches there, whatever
+    its arguments are on."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

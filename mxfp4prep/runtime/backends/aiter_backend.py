@@ -21,7 +21,6 @@ Source: AITER's Python sources at e4048607, and gfx950's f4gemm kernels disassem
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import gcd
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ from mxfp4prep.runtime.backends import Needs
 from mxfp4prep.runtime.backends.aiter_functions import Bound, bound
 from mxfp4prep.runtime.backends.aiter_limits import objection, splits_k_wrongly
 from mxfp4prep.runtime.backends.availability import installed_aiter
+from mxfp4prep.runtime.devices import launching_on
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +72,7 @@ def gemm(
     aiter = _usable(Needs(k=(k,)), (path,), input_quant)
     if m == 0:
         return x.new_zeros((0, n))
-    with _on_device(x):
+    with launching_on(x):
         if path != "asm":
             y = _plain_gemm(aiter, x, weight, scale if path == "kept" else scale.T)
         elif m > SMALL_M and n % ASM_TILE_N == 0:
@@ -126,7 +126,7 @@ def fused_moe(
     if hidden_pad:
         rows = torch.nn.functional.pad(rows[:, : hidden - hidden_pad], (0, hidden_pad))
     experts = w13.shape[0]
-    with _on_device(x):
+    with launching_on(x):
         weights, ids, mask = _routing(topk_weights, topk_ids, experts)
         y: Tensor = aiter.fused_moe(
             rows.contiguous(),
@@ -161,11 +161,6 @@ def _usable(needs: Needs, paths: tuple[str, ...], input_quant: str) -> Bound:
 def load() -> Bound:
     """AITER's functions. Raises BackendUnavailable where it is not installed or does not import."""
     return bound(installed_aiter())
-
-
-def _on_device(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whatever its arguments are on."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _quantize(aiter: Bound, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mxfp4prep.runtime.devices import launching_on
 from mxfp4prep.runtime.kernels.dense import dense
 from mxfp4prep.runtime.kernels.grouped import Gate, experts
 from mxfp4prep.runtime.kernels.launch import Stored
@@ -28,7 +29,8 @@ def gemm(
     if out.numel():
         weight, scale = weight.contiguous(), scale.contiguous()
         bias = None if bias is None else bias.contiguous()
-        dense(x, weight, scale, out, path, input_quant, bias, input_scale)
+        with launching_on(x):
+            dense(x, weight, scale, out, path, input_quant, bias, input_scale)
     return out
 
 
@@ -71,8 +73,9 @@ def fused_moe(
         w2_path, used, width, hidden, intermediate,
     )  # fmt: skip
     out = x.new_empty(x.shape)
-    experts(
-        x[:, :used], out, first, second, Gate(activation, limit, interleaved),
-        topk_weights, topk_ids, input_quant, (a1_scale, a2_scale),
-    )  # fmt: skip
+    with launching_on(x):
+        experts(
+            x[:, :used], out, first, second, Gate(activation, limit, interleaved),
+            topk_weights, topk_ids, input_quant, (a1_scale, a2_scale),
+        )  # fmt: skip
     return out
