@@ -305,6 +305,19 @@ def test_sorted_pairs(pairs: int, count: int, bm: int, monkeypatch: pytest.Monke
         assert (listed[len(wanted) :] >= pairs).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_narrow_ids(dtype: torch.dtype) -> None:
+    """Nothing of the range that a narrow type has is taken for an expert: 255 is one, here."""
+    count, pairs = 256, 70
+    ids = torch.arange(pairs).unsqueeze(1)
+    wide = sorted_pairs(ids, count, 8, 1)
+    narrow = sorted_pairs(ids.to(dtype), count, 8, 1)
+    assert torch.equal(narrow.expert, wide.expert)
+    used = int((wide.expert >= 0).sum()) * 8
+    assert torch.equal(narrow.rows[:used], wide.rows[:used])
+    assert used == pairs * 8
+
+
 @pytest.mark.parametrize("bm", [8, 64])
 def test_the_most_blocks_there_can_be(bm: int) -> None:
     """One pair more than whole blocks for all experts: no list is too short."""

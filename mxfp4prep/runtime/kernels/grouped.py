@@ -76,6 +76,8 @@ def experts(
     """
     (tokens, top), count = topk_ids.shape, gate_up.weight.shape[0]
     pairs, ids = tokens * top, topk_ids.contiguous()
+    if ids.dtype not in (torch.int32, torch.int64):  # what the kernels are compiled for
+        ids = ids.int()
     sorted_ = tile is not None
     if tile is None:
         encodes = input_quant == "mxfp4"
@@ -88,8 +90,6 @@ def experts(
             tile = grouped_tile(pairs, count, pieces, tiled=tiled)
         tile = on_amd(tile) if is_amd(x.device) else tile
     if not sorted_ and pairs <= UNSORTED and tile.bm <= 8:
-        if ids.dtype not in (torch.int32, torch.int64):
-            ids = ids.int()
         groups = Groups(_single_rows(pairs, tile.bm, x.device), ids.view(-1), top)
     else:
         groups = sorted_pairs(ids, count, tile.bm, top)

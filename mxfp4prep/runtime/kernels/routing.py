@@ -13,8 +13,8 @@ NOBODY = tl.constexpr(1 << 30)
 def _chosen(ids, start, end, E, CHUNK: tl.constexpr):
     """The experts of pairs from `start` on, (CHUNK,) int32; E from `end` on and for no expert."""
     pair = start + tl.arange(0, CHUNK)
-    expert = tl.load(ids + pair, mask=pair < end, other=-1)
-    here = (expert >= 0) & (expert < E)
+    expert = tl.load(ids + pair, mask=pair < end, other=0)
+    here = (pair < end) & (expert >= 0) & (expert < E)
     return tl.where(here, expert.to(tl.int32), E)
 
 
