@@ -37,8 +37,14 @@ REASONS: dict[str, str] = {
     "not_2d": "the weight is neither a matrix nor a bank of expert matrices",
     "group_part": "another part of the same fused projection cannot take the ASM path",
     "mixed_group": "parts of one fused projection have different schemes: not fusable",
-    "kept": "left as it was by --keep",
+    "kept": "left as it was, by --keep or for the engine that --for names",
     "forced": "the Triton path was asked for with --layout triton",
+    "engine": "the engine that --for names does not run it on the ASM GEMM, and its other paths "
+    "read weights and scales as they were",
+    "engine_all": "the engine that --for names makes one choice for all of these, and another of "
+    "them cannot take the ASM path",
+    "engine_pad": "the engine that --for names fills experts of this size up with zeros before it "
+    "lays them out",
     "split_rows": "rows (or heads) do not divide by the ranks",
     "split_cols": "columns do not divide by the ranks",
     "split_groups": "columns per rank are not whole groups of 32",

@@ -189,6 +189,7 @@ _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {  # the commands, in th
         "convert Qwen3-MXFP4 /data/prepared --tp 1,2",
         "convert Qwen3-MXFP4 --dry-run",
         "convert Qwen3-MXFP4 --keep 'model.layers.0.*' --layout triton",
+        "convert Qwen3-MXFP4 --for sglang --tp 8 --dry-run",
     ),
     prepared_commands.verify: (
         "verify Qwen3-MXFP4-mxfp4prep",

@@ -124,6 +124,7 @@ def convert(
     output: o.OutputOpt = None,
     tp: o.TpOpt = None,
     ep: o.EpOpt = False,
+    engine: o.ForOpt = o.ForEngine.mxfp4prep,
     layout: o.LayoutOpt = o.LayoutChoice.auto,
     keep: o.KeepOpt = None,
     parallel: o.ParallelOpt = None,
@@ -141,7 +142,7 @@ def convert(
     voice: Voice = ctx.obj
     if out is not None and output is not None and out != output:
         raise UsageError("--output", "OUT is given twice", found=f"{out} and {output}")
-    plan = _plan(model_dir, tp, ep, layout, keep, parallel)
+    plan = _plan(model_dir, tp, ep, engine, layout, keep, parallel)
 
     from mxfp4prep.convert import convert as carry_out
     from mxfp4prep.convert import default_output
@@ -174,6 +175,7 @@ def _plan(
     model_dir: Path,
     tp: list[str] | None,
     ep: bool,
+    engine: o.ForEngine,
     layout: o.LayoutChoice,
     keep: list[str] | None,
     parallel: list[str] | None,
@@ -188,7 +190,7 @@ def _plan(
     rules = parse_rules(parallel or ())
     checkpoint, deployment = open_checkpoint(model_dir), Deployment(expert_parallel=ep)
     found = survey(checkpoint, surveyed_degrees(degrees), rules, deployment)
-    return make_plan(found, degrees, layout.value, keep or ())
+    return make_plan(found, degrees, layout.value, keep or (), engine.value)
 
 
 def _print_plan(voice: Voice, plan: Plan, target: Path, format: o.Format) -> None:

@@ -238,6 +238,7 @@ def _write_manifest(plan: Plan, stage: Path, written: _Written) -> Manifest:
             keep=list(plan.keep),
             parallel=[f"{pattern}={kind}" for pattern, kind in plan.survey.rules],
             expert_parallel=plan.survey.deployment.expert_parallel,
+            engine=plan.engine,
         ),
         digests=DigestsRecord(
             name=DIGESTS_NAME, sha256=digests_file.sha256, algorithm=DIGEST_ALGORITHM

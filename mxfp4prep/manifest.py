@@ -10,7 +10,14 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from mxfp4prep.collector import collector_paused
 from mxfp4prep.errors import InvalidManifest
@@ -26,6 +33,7 @@ VerdictName = Literal["asm", "triton", "impossible"]
 Code = Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
 Degree = Annotated[str, Field(pattern=r"^[1-9][0-9]*$")]
 SchemeName = Literal["w4a4", "w4a16", "w4a8", "w4a6"]
+EngineName = Literal["mxfp4prep", "vllm", "sglang", "atom"]
 
 
 class _Record(BaseModel):
@@ -47,6 +55,7 @@ class TargetRecord(_Record):
 
     layout, keep, parallel   as given to convert: --layout, --keep, and --parallel as PATTERN=KIND
     expert_parallel          --ep: routed experts were judged whole, not cut over the ranks
+    engine                   --for: whose rules chose the layouts. Not written where it is mxfp4prep
     """
 
     gfx: str
@@ -57,6 +66,15 @@ class TargetRecord(_Record):
     keep: list[str]
     parallel: list[str]
     expert_parallel: bool = False
+    engine: EngineName = "mxfp4prep"
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the engine where it is our own, as versions wrote that knew no other."""
+        document: dict[str, Any] = serialize(self)
+        if self.engine == "mxfp4prep":
+            del document["engine"]
+        return document
 
 
 class DigestsRecord(_Record):

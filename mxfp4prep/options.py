@@ -69,6 +69,15 @@ class LayoutChoice(StrEnum):
     triton = "triton"
 
 
+class ForEngine(StrEnum):
+    """The engines that `convert` can lay a checkpoint out for."""
+
+    mxfp4prep = "mxfp4prep"
+    vllm = "vllm"
+    sglang = "sglang"
+    atom = "atom"
+
+
 SourceArg = Annotated[
     str,
     typer.Argument(
@@ -192,6 +201,15 @@ LayoutOpt = Annotated[
         "--layout",
         help="auto: ASM where it is legal at every degree, else Triton; asm: refuse any other "
         "layer; triton: all layers.",
+    ),
+]
+ForOpt = Annotated[
+    ForEngine,
+    typer.Option(
+        "--for",
+        metavar="NAME",
+        help="The engine that is to take it: mxfp4prep or vllm, which take both paths; sglang or "
+        "atom, for which layers that it does not run on the ASM GEMM stay as they were.",
     ),
 ]
 KeepOpt = Annotated[

@@ -17,11 +17,12 @@ from mxfp4prep.collector import collector_paused
 from mxfp4prep.errors import InvalidCheckpoint, Unsupported, UsageError
 from mxfp4prep.findings import Finding
 from mxfp4prep.layouts import LAYOUTS, PATHS
-from mxfp4prep.manifest import LayoutId, PathName
+from mxfp4prep.manifest import EngineName, LayoutId, PathName
 from mxfp4prep.parallel import Role
 from mxfp4prep.quark import QuarkLayer
 from mxfp4prep.safefile import FLOAT_DTYPES, TensorEntry
 from mxfp4prep.survey import DEFAULT_TP, LayerSurvey, Survey
+from mxfp4prep.targets import TARGETS, Target, check_layout, left_for, target_findings
 
 LayoutChoice = Literal["auto", "asm", "triton"]
 
@@ -71,7 +72,8 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole conversion. `tp` holds the degrees that an asm layer must be legal at."""
+    """The whole conversion. `tp` holds the degrees that an asm layer must be legal at, `engine`
+    is whose rules chose the layouts."""
 
     survey: Survey
     tp: tuple[int, ...]
@@ -80,6 +82,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     shards: tuple[ShardPlan, ...]
     findings: tuple[Finding, ...]
+    engine: EngineName = "mxfp4prep"
 
     @property
     def nbytes(self) -> int:
@@ -98,17 +101,22 @@ def make_plan(
     tp: Sequence[int] = (1,),
     layout: LayoutChoice = "auto",
     keep: Sequence[str] = (),
+    engine: EngineName = "mxfp4prep",
 ) -> Plan:
     """The plan for a survey that covers every degree in `tp`.
 
     layout   auto: asm where it is legal at every degree, else triton · asm: the same, but refuse
              when any layer would be triton · triton: every layer triton
     keep     globs over layer names; those layers stay raw
+    engine   whose layouts they are: for sglang and atom, layers that are not asm stay raw
 
     Raises InvalidCheckpoint for a finding that is an error and for a bias or input scale that no
-    runtime could use, UsageError for a pattern that matches nothing, Unsupported when `layout` is
-    "asm" and a layer cannot be, or when the files are on the Hub only.
+    runtime could use, UsageError for a pattern that matches nothing and for a layout that `engine`
+    does not read, Unsupported when `layout` is "asm" and a layer cannot be, or when the files are
+    on the Hub only.
     """
+    target = TARGETS[engine]
+    check_layout(target, layout)
     survey.checkpoint.require_local()
     findings = list(survey.findings)
     for finding in findings:
@@ -121,12 +129,19 @@ def make_plan(
     own = {item.layer.name: _own_reasons(item, tp, layout, kept) for item in survey.layers}
     group_reasons = _group_reasons(survey, tp, own)
     mixed = {member for group in survey.groups if group.mixed for member in group.members}
+    stopped = {
+        name: reasons + tuple(r for r in group_reasons.get(name, ()) if r not in reasons)
+        for name, reasons in own.items()
+    }
+    left = left_for(target, survey, tp, stopped)
     layers = []
     for item in survey.layers:
         name = item.layer.name
-        reasons = own[name] + tuple(r for r in group_reasons.get(name, ()) if r not in own[name])
+        reasons = stopped[name]
+        if name in left and name not in kept:
+            reasons = (*left[name], "kept")
         path: PathName = "triton" if reasons else "asm"
-        weight_layout, scale_layout = PATHS["kept" if name in kept else path]
+        weight_layout, scale_layout = PATHS["kept" if "kept" in reasons else path]
         verdicts = {degree: decided[degree][name] for degree in survey.tp}
         noticed = [h for v in item.verdicts.values() for h in v.hazards if h not in ASM_HAZARDS]
         if path == "asm":
@@ -139,10 +154,19 @@ def make_plan(
             )
         )
     if layout == "asm":
-        _refuse_triton(layers)
-    findings += _impossible_findings(survey, decided, tp)
-    shards = _plan_shards(survey, layers)
-    return Plan(survey, tuple(tp), layout, tuple(keep), tuple(layers), shards, tuple(findings))
+        _refuse_triton(layers, target)
+    findings += _impossible_findings(survey, decided, tp, target)
+    findings += target_findings(target, survey, left)
+    return Plan(
+        survey=survey,
+        tp=tuple(tp),
+        layout=layout,
+        keep=tuple(keep),
+        layers=tuple(layers),
+        shards=_plan_shards(survey, layers),
+        findings=tuple(findings),
+        engine=engine,
+    )
 
 
 def _scale_mode_findings(survey: Survey) -> list[Finding]:
@@ -235,15 +259,16 @@ def _match_keep(survey: Survey, keep: Sequence[str]) -> frozenset[str]:
     return frozenset(kept)
 
 
-def _refuse_triton(layers: Sequence[LayerPlan]) -> None:
+def _refuse_triton(layers: Sequence[LayerPlan], target: Target) -> None:
     misfits = [plan for plan in layers if plan.path != "asm"]
     if not misfits:
         return
     first = misfits[0]
+    go = "stay as they were" if target.table else "go to the Triton path"
     if len(misfits) == len(layers):
-        hint = "leave --layout out and all go to the Triton path"
+        hint = f"leave --layout out and all {go}"
     else:
-        hint = "leave --layout out: those layers go to the Triton path, the others stay asm"
+        hint = f"leave --layout out: those layers {go}, the others stay asm"
     clean = [tp for tp in first.verdicts if all(p.verdicts[tp].path == "asm" for p in layers)]
     if clean and not any("kept" in plan.reasons for plan in misfits):
         hint += f"; all are asm at --tp {max(clean)}"
@@ -256,7 +281,10 @@ def _refuse_triton(layers: Sequence[LayerPlan]) -> None:
 
 
 def _impossible_findings(
-    survey: Survey, decided: Mapping[int, Mapping[str, Verdict]], tp: Sequence[int]
+    survey: Survey,
+    decided: Mapping[int, Mapping[str, Verdict]],
+    tp: Sequence[int],
+    target: Target,
 ) -> list[Finding]:
     stuck = {
         degree: [
@@ -280,8 +308,9 @@ def _impossible_findings(
             "impossible",
             "warning",
             items[0].layer.name,
-            f"cannot be split: {counts} ({why}); stored on the Triton "
-            f"path, and loading them at those degrees is refused{way}",
+            f"cannot be split: {counts} ({why}); stored "
+            f"{'as they were' if target.table else 'on the Triton path'}, and loading them at "
+            f"those degrees is refused{way}",
         )
     ]
 

@@ -111,4 +111,4 @@ def _plan(prepared: PreparedFiles, shards: Mapping[str, tuple[Header, list[Tenso
     deployment = Deployment(expert_parallel=target.expert_parallel)
     rules = parse_rules(target.parallel)
     judged = survey(checkpoint, surveyed_degrees(target.tp), rules, deployment)
-    return make_plan(judged, target.tp, target.layout, target.keep)
+    return make_plan(judged, target.tp, target.layout, target.keep, target.engine)

@@ -739,6 +739,56 @@ def test_a_dry_run_writes_nothing_and_plans_what_is_done(
     assert plan["output"] == str(tmp_path / "out")
 
 
+def test_convert_for_an_engine_says_so_from_the_plan_to_the_manifest(
+    run: Any, model: Path, tmp_path: Path
+) -> None:
+    out, back = tmp_path / "out", tmp_path / "back"
+    words = ["convert", model, out, "--for", "sglang"]
+    text = run(*words, "--dry-run")
+    assert "laid out for SGLang" in " ".join(text.out.split())
+    assert "scale_cols, engine, kept" in text.out
+    assert re.search(r"^  engine +the engine that --for names", text.out, re.MULTILINE)
+    assert "warning: SGLang: laid out as SGLang 0.5.23 would hold it" in text.err
+    plan = json.loads(run(*words, "--dry-run", "--format", "json").out)
+    validate(plan, "plan")
+    assert plan["engine"] == "sglang"
+    assert plan["summary"]["kept"]["layers"] == 2
+    done = json.loads(run(*words, "--format", "json").out)
+    validate(done, "convert")
+    assert done["engine"] == "sglang"
+    shown = run("show", out)
+    assert "laid out for SGLang" in " ".join(shown.out.split())
+    assert "scale_cols, engine, kept" in shown.out
+    document = json.loads(run("show", out, "--format", "json").out)
+    validate(document, "show")
+    assert document["target"]["engine"] == "sglang"
+    assert run("verify", out, "--source", model).code == 0
+    assert run("restore", out, back).code == 0
+    assert tree(back) == tree(model)
+
+
+def test_convert_for_mxfp4prep_is_what_it_does_without(
+    run: Any, model: Path, tmp_path: Path
+) -> None:
+    run("convert", model, tmp_path / "a")
+    text = run("convert", model, tmp_path / "b", "--for", "mxfp4prep")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert "laid out" not in text.out + run("show", tmp_path / "a").out
+    assert "engine" not in json.loads(run("show", tmp_path / "a", "--format", "json").out)["target"]
+
+
+def test_convert_for_knows_four_engines(run: Any, model: Path, tmp_path: Path) -> None:
+    refused = run("convert", model, tmp_path / "out", "--for", "tgi")
+    assert refused.code == 2
+    assert "'tgi'" in refused.err
+    assert "'sglang'" in refused.err
+    clash = run("convert", model, tmp_path / "out", "--for", "atom", "--layout", "triton")
+    assert clash.code == 2
+    assert "error: --layout triton: ATOM reads the scale as it was" in clash.err
+    assert not (tmp_path / "out").exists()
+    assert "--for sglang --tp 8" in run("convert", "--help").out
+
+
 def test_a_dry_run_refuses_what_convert_would(run: Any, model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert run("convert", model, tmp_path / "out", "--dry-run").code == 5

@@ -181,3 +181,20 @@ def test_layer_lookup():
     assert manifest.layer("model.layers.0.mlp.down_proj").n == 64
     with pytest.raises(KeyError):
         manifest.layer("nope")
+
+
+def test_the_engine_is_written_only_where_it_is_another():
+    own, other = parse(document()), document()
+    assert own.target.engine == "mxfp4prep"
+    other["target"]["engine"] = "mxfp4prep"
+    assert m.dump(parse(other)) == m.dump(own)
+    other["target"]["engine"] = "atom"
+    assert json.loads(m.dump(parse(other))) == other
+
+
+@pytest.mark.parametrize("engine", ["tgi", "SGLang", "", None, 1])
+def test_an_engine_that_is_not_known_is_refused_by_name(engine):
+    other = document()
+    other["target"]["engine"] = engine
+    with pytest.raises(InvalidManifest, match=rf"target\.engine: .* found {engine!r}"):
+        parse(other)

@@ -43,6 +43,7 @@ ROOMS = [
     "cost",
     "engines",
     "auditing",
+    "targets",
     "plan",
     "records",
     "workers",
@@ -54,6 +55,7 @@ ROOMS = [
     "original",
     "runtime",
     "",  # the package itself, which offers the runtime
+    "integrations",
     "rederive",
     "convert",
     "consistency",

@@ -48,13 +48,16 @@ def padding_nbytes(
                 experts = item.layer.experts or single
                 held *= Fraction(-(-experts // tp), experts)
             pads = pads_of(rule, outcomes[item.layer.name][tp].path)
-            total += count * held * _added(item, tp, pads)
+            total += count * held * added_nbytes(item, tp, pads)
         totals[tp] = -(-total.numerator // total.denominator)
     return totals
 
 
-def _added(item: LayerSurvey, tp: int, pads: tuple[int, int] | None) -> int:
-    """Bytes that padding adds to one matrix on one rank."""
+def added_nbytes(item: LayerSurvey, tp: int, pads: tuple[int, int] | None) -> int:
+    """Bytes that padding adds to one matrix of experts on one rank at degree `tp`.
+
+    pads   what `pads_of` says of the path that runs it
+    """
     if pads is None:
         return 0
     ranks = 1 if item.placements[tp] in ("distributed", "replicated") else tp

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mxfp4prep.report.screen import Row, Screen, counted, human
-from mxfp4prep.report.stored_text import share_lines
+from mxfp4prep.report.stored_text import laid_out_for, share_lines
 
 if TYPE_CHECKING:
     from mxfp4prep.report import contract as c
@@ -24,7 +24,7 @@ def convert_text(done: c.ConvertDocument, screen: Screen, source: str, out: str)
         degrees += " with expert parallelism"
     lines = screen.wrap(
         f"wrote {screen.name(done['output'])}: {counted(done['files'], 'file')}, "
-        f"{human(done['nbytes'])}, for tp {degrees}"
+        f"{human(done['nbytes'])}, for tp {degrees}{laid_out_for(done['engine'])}"
     )
     lines += ["", *share_lines(done["summary"], screen)]
     return [*lines, "", f"next: mxfp4prep verify {out} --source {source}"]

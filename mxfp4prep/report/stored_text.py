@@ -17,11 +17,12 @@ from mxfp4prep.report.families import gather
 from mxfp4prep.report.joining import merge_siblings
 from mxfp4prep.report.screen import Row, Screen, counted, human
 from mxfp4prep.report.tally import stored_shares
+from mxfp4prep.targets import TARGETS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from mxfp4prep.manifest import LayerRecord, Manifest
+    from mxfp4prep.manifest import EngineName, LayerRecord, Manifest
     from mxfp4prep.plan import Plan
     from mxfp4prep.report import contract as c
 
@@ -66,11 +67,17 @@ def plan_text(plan: Plan, out: Path, screen: Screen) -> list[str]:
         degrees += " with expert parallelism"
     lines = source_lines(plan.survey.checkpoint, len(layers), screen)
     lines += screen.wrap(
-        f"would be written to {screen.name(out)} for tp {degrees}, layout {plan.layout}"
+        f"would be written to {screen.name(out)} for tp {degrees}{laid_out_for(plan.engine)}, "
+        f"layout {plan.layout}"
     )
     lines += ["", *stored_table(layers, screen)]
     lines += ["", *share_lines(_plan_shares(plan), screen)]
     return [*lines, "", *screen.wrap("next: the same command without --dry-run")]
+
+
+def laid_out_for(engine: EngineName) -> str:
+    """`, laid out for SGLang`; nothing for mxfp4prep's own runtime."""
+    return "" if engine == "mxfp4prep" else f", laid out for {TARGETS[engine].label}"
 
 
 def _plan_shares(plan: Plan) -> c.StoredPathsDocument:
@@ -91,8 +98,9 @@ def show_text(manifest: Manifest, shares: c.StoredPathsDocument, screen: Screen)
     nbytes = human(sum(file.nbytes for file in manifest.files))
     lines = screen.wrap(
         f"{origin}: prepared by mxfp4prep {screen.name(manifest.tool_version)} for "
-        f"{screen.name(target.gfx)} at tp {degrees}; {counted(len(manifest.files), 'file')}, "
-        f"{nbytes}, {counted(len(manifest.layers), 'MXFP4 layer')}, "
+        f"{screen.name(target.gfx)} at tp {degrees}{laid_out_for(target.engine)}; "
+        f"{counted(len(manifest.files), 'file')}, {nbytes}, "
+        f"{counted(len(manifest.layers), 'MXFP4 layer')}, "
         f"{counted(len(manifest.tensors), 'copied tensor')}"
     )
     layers = [(record.name, _stored(record)) for record in manifest.layers]

@@ -8,6 +8,7 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 from mxfp4prep.report.contract.parts import (
+    Engine,
     FindingDocument,
     Kind,
     Layout,
@@ -62,6 +63,7 @@ class PlanDocument(TypedDict):
     output: str
     tp: list[int]
     expert_parallel: bool
+    engine: Engine
     layout: Literal["auto", "asm", "triton"]
     nbytes: int
     layers: list[PlannedLayerDocument]
@@ -78,6 +80,7 @@ class ConvertDocument(TypedDict):
     output: str
     tp: list[int]
     expert_parallel: bool
+    engine: Engine
     files: int
     nbytes: int
     findings: list[FindingDocument]
