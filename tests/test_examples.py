@@ -18,10 +18,10 @@ import mxfp4prep
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-NAMES = sorted(
-    path.name for path in EXAMPLES.glob("*.py") if "integrations" not in path.read_text()
-)
-"""Those that need no engine; the others are tested with their integrations."""
+WITH_ENGINES = ("04_vllm.py", "05_transformers.py")
+"""tests/serve runs them."""
+
+NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 NO_NUMPY = 'raise ModuleNotFoundError("No module named \'numpy\'", name="numpy")\n'
 
@@ -54,6 +54,8 @@ def empty(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_cannot_be_opened_is_one_line_and_a_hint(name, empty, tmp_path):
+    if name == "05_transformers.py":  # 04 looks at the directory before it imports vLLM
+        pytest.importorskip("transformers")
     where = tmp_path / "nowhere"
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), str(where)],
@@ -83,7 +85,9 @@ def test_load_and_run_without_the_layer_that_it_runs(empty, tmp_path):
 
 def test_no_example_is_left_out():
     tested = re.findall(r'run\(\s*"(0[^"]+)"', Path(__file__).read_text())
-    assert set(tested) == set(NAMES)
+    assert {*tested, *WITH_ENGINES} == set(NAMES)
+    serving = "".join(path.read_text() for path in (ROOT / "tests/serve").glob("test_*.py"))
+    assert [name for name in WITH_ENGINES if name not in serving] == []
 
 
 def test_audit(empty):
@@ -187,13 +191,13 @@ def bytes_read(text):
 
 
 def test_tensor_parallel_alone(empty):
-    lines = run("04_tensor_parallel.py", cwd=empty).splitlines()
+    lines = run("06_tensor_parallel.py", cwd=empty).splitlines()
     assert [line.partition(": error")[0] for line in lines[:5]] == BLOCKS
     assert lines[-1] == "5 blocks on 1 rank, gloo: sums equal the whole"
 
 
 def test_tensor_parallel_under_torchrun(empty):
-    done = torchrun(2, EXAMPLES / "04_tensor_parallel.py", cwd=empty)
+    done = torchrun(2, EXAMPLES / "06_tensor_parallel.py", cwd=empty)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for line, block in zip(lines, BLOCKS, strict=False):
@@ -208,14 +212,14 @@ def test_tensor_parallel_under_torchrun(empty):
 
 def test_tensor_parallel_of_a_prepared_directory(empty, tmp_path):
     out = converted(FIXTURES / "llama-w4a4-aligned", tmp_path / "out").out
-    done = torchrun(2, EXAMPLES / "04_tensor_parallel.py", out, cwd=empty)
+    done = torchrun(2, EXAMPLES / "06_tensor_parallel.py", out, cwd=empty)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("4 blocks on 2 ranks, gloo: sums equal the whole\n")
 
 
 def test_tensor_parallel_says_what_cannot_be_cut(empty, tmp_path):
     out = converted(FIXTURES / "qwen2moe-w4a4-shared-expert", tmp_path / "out").out
-    done = torchrun(2, EXAMPLES / "04_tensor_parallel.py", out, cwd=empty)
+    done = torchrun(2, EXAMPLES / "06_tensor_parallel.py", out, cwd=empty)
     assert done.returncode != 0
     assert "exitcode  : 2" in done.stderr
     assert done.stdout.startswith("cannot be cut for 2 ranks: model.layers.0.mlp.experts.0.down")
@@ -234,7 +238,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_tensor_parallel_fails_where_a_rank_holds_another_ranks_piece(empty, tmp_path):
     (tmp_path / "wrong.py").write_text(WRONG)
-    example = EXAMPLES / "04_tensor_parallel.py"
+    example = EXAMPLES / "06_tensor_parallel.py"
     done = torchrun(2, tmp_path / "wrong.py", example, cwd=empty)
     assert done.returncode != 0
     assert "exitcode  : 1" in done.stderr
@@ -245,7 +249,7 @@ def test_tensor_parallel_fails_where_a_rank_holds_another_ranks_piece(empty, tmp
 @pytest.fixture(scope="module")
 def tensor_parallel(tmp_path_factory):
     """The example as a module, and the checkpoint that it makes for two ranks."""
-    path = EXAMPLES / "04_tensor_parallel.py"
+    path = EXAMPLES / "06_tensor_parallel.py"
     spec = importlib.util.spec_from_file_location("tensor_parallel_example", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,6 +1,6 @@
 """Tensor parallelism: every rank reads its piece of each layer, and the sums equal the whole.
 
-    torchrun --nproc-per-node 2 examples/04_tensor_parallel.py [PREPARED_DIR]
+    torchrun --nproc-per-node 2 examples/06_tensor_parallel.py [PREPARED_DIR]
 
 Without an argument it prepares a small checkpoint first. Runs on 1, 2 or 4 ranks, on NCCL where
 each has a GPU, else on gloo and the CPU. Exits with 1 where a sum differs, 2 where layers cannot

@@ -1,0 +1,44 @@
+"""Mxfp4PrepConfig: the `quantization_config` of a prepared checkpoint, as transformers wants it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from mxfp4prep.documents import CONFIG_NAME
+from mxfp4prep.errors import InvalidManifest
+from mxfp4prep.marks import FORMAT_VERSION, MANIFEST_NAME, QUANT_METHOD
+
+
+class Mxfp4PrepConfig(QuantizationConfigMixin):
+    """The keys of config.json's `quantization_config`, kept as they are.
+
+    Only the version is looked at here; the whole is checked when the checkpoint is opened.
+
+    Raises InvalidManifest for another version or a key that this one does not know.
+    """
+
+    def __init__(
+        self,
+        format_version: int = FORMAT_VERSION,
+        manifest: str = MANIFEST_NAME,
+        source_quantization_config: dict[str, Any] | None = None,
+        quant_method: str = QUANT_METHOD,
+        **unknown: object,
+    ) -> None:
+        where = f"{CONFIG_NAME}: quantization_config"
+        if format_version != FORMAT_VERSION or isinstance(format_version, bool):
+            raise InvalidManifest(
+                f"{where}.format_version",
+                "not what this version of mxfp4prep reads",
+                found=repr(format_version),
+                expected=FORMAT_VERSION,
+                hint="install the mxfp4prep that wrote it, or convert the source again",
+            )
+        if unknown:
+            raise InvalidManifest(where, "unknown keys", found=", ".join(sorted(unknown)))
+        self.quant_method = quant_method  # type: ignore[assignment]  # an Enum of known ones
+        self.format_version = format_version
+        self.manifest = manifest
+        self.source_quantization_config = source_quantization_config

@@ -1,0 +1,244 @@
+"""save_pretrained of a prepared model: the checkpoint it came from, once more, and only that.
+
+A prepared checkpoint is the proof that nothing was lost of its source, so what is saved is that
+checkpoint, byte for byte, manifest and digests included: `mxfp4prep verify` and `restore` work on
+the copy. A model whose tensors were changed since is refused: it is no longer what the manifest
+says.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import xxhash
+
+from mxfp4prep import io
+from mxfp4prep.errors import InvalidCheckpoint, UsageError
+from mxfp4prep.integrations.hf.experts import StoredExperts
+from mxfp4prep.integrations.hf.linear import StoredLinear
+from mxfp4prep.marks import MANIFEST_NAME, SUMS_NAME
+from mxfp4prep.prepared import open_prepared, read_digests
+from mxfp4prep.runtime import memory
+from mxfp4prep.runtime.reading import Batch, Reader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from mxfp4prep.runtime.opening import Opened
+
+_SET_BY_TRANSFORMERS = frozenset(
+    {"dtype", "architectures", "transformers_version", "_from_model_config"}
+)
+"""Settings that transformers itself changes as it saves and generates."""
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""Names that transformers saves and looks for."""
+PIECE_NBYTES = 1 << 24
+"""Bytes that are copied at a time."""
+
+
+def save(
+    model: PreTrainedModel,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: dict[str, Tensor] | None = None,
+    push_to_hub: bool = False,
+    *,
+    opened: Opened,
+    settings: Mapping[str, dict[str, Any]],
+    **rest: Any,  # noqa: ANN401 - what else transformers' own takes
+) -> None:
+    """Writes the model's checkpoint into `save_directory`, which may exist.
+
+    opened     the checkpoint
+    settings   `settings_of` the model when it was loaded: a change of them is not saved, and warned
+               of
+
+    Shards stay as they are: max_shard_size has no effect. Adapters on the model are saved by
+    transformers itself.
+
+    Raises UsageError for a state_dict or an upload, and where tensors are not the checkpoint's any
+    more; IOFailed.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        type(model).save_pretrained(
+            model, save_directory, is_main_process, state_dict, push_to_hub, **rest
+        )
+        return
+    if state_dict is not None:
+        what = "a state_dict of your own cannot be saved as a prepared checkpoint"
+        raise UsageError("save_pretrained", what, hint="leave it out")
+    if push_to_hub:
+        hint = "save_pretrained(DIR), then `hf upload REPO DIR`"
+        raise UsageError("save_pretrained", "push_to_hub uploads no manifest", hint=hint)
+    check_unchanged(model, opened)
+    for name in _changed_settings(model, settings):
+        warnings.warn(
+            f"{name} was changed since the model was loaded; what is saved is the checkpoint's",
+            UserWarning,
+            stacklevel=2,
+        )
+    if is_main_process and _is_first():
+        copy_checkpoint(opened.root, Path(save_directory))
+
+
+def settings_of(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
+    """What generation_config.json and config.json say, as the model has it now."""
+    generation = getattr(model, "generation_config", None)
+    found = {"config": copy.deepcopy(model.config.to_dict())}
+    if generation is not None:
+        found["generation_config"] = copy.deepcopy(generation.to_dict())
+    return found
+
+
+def _changed_settings(
+    model: PreTrainedModel, before: Mapping[str, dict[str, Any]]
+) -> Iterator[str]:
+    for name, after in settings_of(model).items():
+        keys = (before.get(name, {}).keys() | after.keys()) - _SET_BY_TRANSFORMERS
+        if any(before.get(name, {}).get(key) != after.get(key) for key in keys):
+            yield name
+
+
+def _is_first() -> bool:
+    import torch.distributed as dist
+
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def copy_checkpoint(root: Path, out: Path) -> None:
+    """The prepared checkpoint at `root`, byte for byte, in `out`; the manifest last."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(out, "is a file", expected="a directory, or nothing")
+    prepared = open_prepared(root)
+    names = [record.name for record in prepared.manifest.files]
+    names += [name for name in (SUMS_NAME, MANIFEST_NAME) if (root / name).is_file()]
+    lacking = [name for name in names if not (root / name).is_file()]
+    if lacking:
+        raise InvalidCheckpoint(
+            root,
+            "not the whole checkpoint",
+            found=f"no {lacking[0]}" + (f" and {len(lacking) - 1} more" if lacking[1:] else ""),
+            hint="a model loaded from the Hub has only what transformers fetched: "
+            "`hf download REPO --local-dir DIR` gets the rest",
+        )
+    if out.exists() and out.samefile(root):
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    _make_way(out, names)
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        _copy_file(root / name, out / name)
+    io.fsync_dir(out)
+
+
+def _make_way(out: Path, names: Collection[str]) -> None:
+    """Removes what an older save left: its manifest, so that a save that is interrupted is not
+    taken for whole, and weights under names that transformers would prefer to ours."""
+    stale = [path for path in out.iterdir() if _WEIGHTS.fullmatch(path.name)]
+    for path in (out / MANIFEST_NAME, *stale):
+        if path.name not in names or path.name == MANIFEST_NAME:
+            path.unlink(missing_ok=True)
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    """Beside its place first, then there: a reader finds the old file or the whole new one."""
+    partial = target.with_name(f".{target.name}.partial")
+    if partial.exists():
+        io.unlink(partial)
+    reading, writing = io.open_read(source), io.create(partial)
+    try:
+        size = io.file_size(reading, source)
+        buffer = memoryview(bytearray(min(size, PIECE_NBYTES)))
+        for start in range(0, size, PIECE_NBYTES):
+            view = buffer[: min(PIECE_NBYTES, size - start)]
+            io.pread_into(reading, view, start, source)
+            io.write_all(writing, view, target)
+        io.fsync(writing, target)
+    finally:
+        io.close(reading)
+        io.close(writing)
+    io.rename(partial, target)
+
+
+def check_unchanged(model: PreTrainedModel, opened: Opened) -> None:
+    """Raises UsageError where a tensor that is not MXFP4 has other values than the checkpoint's,
+    or where there are other tensors. MXFP4 bytes cannot be trained and are not looked at.
+
+    A cast to another dtype is no change: what is saved has the checkpoint's dtype. Tensors that
+    accelerate has put on disk are not looked at either.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    stored = {record.name for record in opened.manifest.tensors}
+    pairs = read_digests(open_prepared(opened.root))
+    digests = {name: digest for name, (_, digest) in pairs.items()}
+    ours = set(_ours(model))
+    state = {
+        name: _whole(tensor) for name, tensor in model.state_dict().items() if name not in ours
+    }
+    state = remove_tied_weights_from_state_dict(state, model)
+    reader = Reader(opened)
+    with Batch(reader, torch.device("cpu")) as batch:
+        for name, tensor in revert_weight_conversion(model, state).items():
+            key = _stored_name(name, stored, model.base_model_prefix)
+            if key is None:
+                _changed(name, "is not in the checkpoint")
+            elif not tensor.is_meta and not _is_same(batch, key, tensor, digests.get(key)):
+                _changed(name, "has other values than in the checkpoint")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All ranks' pieces of a DTensor, joined; every rank has to ask."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor.detach()
+    from torch.distributed.tensor import DTensor
+
+    piece = cast("DTensor", tensor.detach())
+    if piece.dtype.itemsize > 1:
+        return piece.full_tensor()
+    local = piece.to_local().view(torch.uint8)  # gloo moves no FP8
+    mesh, placements = piece.device_mesh, piece.placements
+    shape, stride = piece.shape, piece.stride()
+    bytes_of = DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
+    return bytes_of.full_tensor().view(piece.dtype)
+
+
+def _ours(model: PreTrainedModel) -> Iterator[str]:
+    for path, module in model.named_modules():
+        if isinstance(module, StoredExperts):
+            for name, _ in (*module.named_parameters(), *module.named_buffers()):
+                yield f"{path}.{name}"
+        elif isinstance(module, StoredLinear):
+            yield from (f"{path}.weight", f"{path}.weight_scale")
+
+
+def _stored_name(name: str, stored: Collection[str], base: str) -> str | None:
+    """The checkpoint's name of a tensor that the model calls `name`."""
+    older = re.sub(r"(in|out)put_scale$", r"\1put_quantizer.scale", name)  # Quark 0.11's
+    candidates = (name, f"{base}.{name}", older, f"{base}.{older}")
+    return next((key for key in candidates if key in stored), None)
+
+
+def _is_same(batch: Batch, name: str, tensor: Tensor, digest: str | None) -> bool:
+    here = tensor.cpu().contiguous()
+    if xxhash.xxh3_128_hexdigest(memory.view(here.reshape(-1).view(torch.uint8))) == digest:
+        return True
+    before = batch.now(name)
+    return before.shape == here.shape and torch.equal(before.to(here.dtype), here)
+
+
+def _changed(name: str, what: str) -> None:
+    raise UsageError(
+        name,
+        f"{what}: a prepared checkpoint is its source's, and cannot be saved with changes",
+        hint="save what you changed with safetensors.torch.save_file",
+    )

@@ -1,0 +1,26 @@
+"""What the plugin says in vLLM's log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.mxfp4prep")  # below "vllm": the handlers are there
+
+
+def tell_repacking(where: str, tp_rank: int, tp_size: int, reasons: Iterable[str]) -> None:
+    """One warning for a module whose stored layout cannot be sliced; all ranks repack alike, and
+    the first one says so."""
+    if tp_rank == 0:
+        logger.warning(
+            "%s: read whole and repacked for the Triton path on %d ranks: %s",
+            where,
+            tp_size,
+            "; ".join(reasons),
+        )
+
+
+def tell_backend(path: str, backend: str) -> None:
+    """Once for each path and backend."""
+    logger.info_once("MXFP4 layers of path %s run on backend %s", path, backend)

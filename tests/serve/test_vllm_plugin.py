@@ -1,0 +1,94 @@
+"""What the plugin does inside vLLM, and what it leaves to vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine import HERE, PREPARED, ROOT, needs_vllm
+from models import prepare, write_model
+from safetensors import safe_open
+
+pytestmark = [needs_vllm, pytest.mark.timeout(1800)]
+
+FIXTURES = Path(__file__).parent.parent / "data" / "fixtures"
+FP8_ATTENTION = FIXTURES / "llama-mixed-fp8attn-kvfp8"
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory) -> dict:
+    root = tmp_path_factory.mktemp("facts")
+    dense = prepare(write_model(root / "model", "llama"), root / "dense")
+    mixed = prepare(FP8_ATTENTION, root / "mixed")
+    experts = write_model(root / "experts", "qwen2_moe", shared_expert_intermediate_size=512)
+    moe = prepare(experts, root / "moe")
+    done = subprocess.run(
+        [sys.executable, str(HERE / "vllm_facts.py"), str(dense), str(mixed), str(moe)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "VLLM_PLUGINS": PREPARED,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_registering_twice_is_registering_once(facts):
+    assert facts["registered"] == 1
+    assert facts["cuda initialized"] is False
+
+
+def test_parameters_have_the_stored_shapes(facts):
+    """down_proj of 256 rows and 1024 columns, in rows of tiles."""
+    assert facts["method"] == "PreparedLinearMethod"
+    assert facts["shapes"] == [[256 // 16, 16 * 1024 // 2], [256 // 32, 1024]]
+    assert facts["dequantized"] == [256, 1024]
+    assert facts["output"] == [1, 3, 256]
+
+
+def test_weights_are_never_processed_twice(facts):
+    assert facts["pre-processed"] is True
+    assert facts["processed again"] is True
+
+
+def test_the_config_goes_to_workers(facts):
+    assert facts["pickled"] is True
+    assert facts["is Quark's"] is True
+
+
+def test_fp8_attention_and_its_cache_stay_vllms(facts):
+    assert facts["attention method"] == "QuarkLinearMethod"
+    assert facts["attention scheme"] == "QuarkW8A8Fp8"
+    assert facts["cache method"] == "QuarkKVCacheMethod"
+    name = "model.layers.0.self_attn.k_proj.output_scale"
+    for path in FP8_ATTENTION.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118 - it is no mapping
+                stored = float(file.get_tensor(name))
+    assert facts["k_scale"] == pytest.approx(stored)
+
+
+def test_fusing_a_shared_expert_is_decided_as_for_quark(facts):
+    assert facts["fusible"] is True
+    assert facts["group size"] == 32
+
+
+def test_a_fused_shared_expert_is_one_more_expert(facts):
+    """What vLLM does with AITER on; the slot is loaded as any other."""
+    apart, fused, doubled = facts["fused"]
+    at = "model.layers.0.mlp"
+    parts = ("gate_proj", "up_proj", "down_proj")
+    assert apart == [4, *(f"{at}.experts.3.{part}" for part in parts)]
+    assert fused == [5, *(f"{at}.shared_expert.{part}" for part in parts)]
+    assert "cannot be fused" in doubled
