@@ -13,7 +13,23 @@ from mxfp4prep import cli, demo
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = {"README.md": README, "docs/format.md": (ROOT / "docs/format.md").read_text("utf-8")}
+PAGES = {"README.md": README} | {
+    f"docs/{name}": (ROOT / "docs" / name).read_text("utf-8")
+    for name in ("engines.md", "format.md")
+}
+BLOCKS = [
+    block
+    for block in re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    if "integrations" not in block  # tests/serve runs that one
+]
+
+OF_OTHERS = {
+    "pip": {"--extra-index-url"},
+    "torchrun": {"--nproc-per-node"},
+    "vllm": {"--tensor-parallel-size", "--load-format", "--model-loader-extra-config"},
+    "lm_eval": {"--model"},
+}
+"""Options of other programs that the README names."""
 
 
 @pytest.fixture
@@ -63,10 +79,9 @@ def checkpoint(tmp_path, monkeypatch):
 
 
 def test_its_python_runs_and_does_what_it_says(checkpoint):
-    blocks = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(BLOCKS) == 2
     names = {}
-    exec(blocks[0], names)
+    exec(BLOCKS[0], names)
     prepared = names["prepared"]
     assert "model.layers.1.mlp.experts.0.up_proj" in prepared.names
     assert prepared.expert_prefixes == ("model.layers.1.mlp.experts",)
@@ -77,15 +92,14 @@ def test_its_python_runs_and_does_what_it_says(checkpoint):
     assert list(names["layer"].parameters()) == []
 
     seen = []
-    told = blocks[1].replace("lambda done, total: None", "told")
+    told = BLOCKS[1].replace("lambda done, total: None", "told")
     exec(told, names | {"told": lambda done, total: seen.append((done, total))})
     rest = 3 * 64 * 64 * 17 // 32 // 2 + 128  # bytes of half a shared expert, and the norm
     assert seen[-1] == (rest, rest)
 
 
 def test_its_modules_stay_and_are_filled(checkpoint):
-    block = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)[1]
-    block = block[block.index("empty = ") :]
+    block = BLOCKS[1][BLOCKS[1].index("empty = ") :]
     names = {}
     exec("import torch, mxfp4prep\n" + block.replace("prepared.materialize(block)", ""), names)
     module = names["block"][0]
@@ -97,7 +111,7 @@ def test_its_modules_stay_and_are_filled(checkpoint):
 
 def test_a_backward_pass_is_refused_with_the_reason(checkpoint):
     names = {}
-    exec(re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)[0], names)
+    exec(BLOCKS[0], names)
     x = names["x"].requires_grad_()
     with pytest.raises(Exception, match="has no gradient"):
         names["layer"](x).sum().backward()
@@ -141,5 +155,5 @@ def test_its_options_exist(capsys):
         r"^\$ mxfp4prep (.+)$", README, re.MULTILINE
     )
     used = {flag for text in code for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)}
-    assert used - known <= {"--nproc-per-node", "--extra-index-url"}
+    assert used - known <= set().union(*OF_OTHERS.values())
     assert len(used) > 20

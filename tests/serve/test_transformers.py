@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -608,3 +609,14 @@ def test_the_example(tmp_path):
     assert "{'StoredLinear': 14, 'StoredExperts': 2}" in done.stdout
     assert "saved: 10 files, 0 problems" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_block_of_the_readme(prepared, tmp_path, monkeypatch):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in blocks if "integrations" in block]
+    (tmp_path / "model-mxfp4prep").symlink_to(prepared(DENSE))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(block, names)
+    assert any(isinstance(module, StoredLinear) for module in names["model"].modules())
