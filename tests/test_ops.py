@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxfp4prep.errors import Unsupported, UsageError
 from mxfp4prep.manifest import ActivationRecord
-from mxfp4prep.runtime import ops
+from mxfp4prep.runtime import ops, registering
 from mxfp4prep.runtime.experts import PreparedExperts
 from mxfp4prep.runtime.linear import PreparedLinear
 from mxfp4prep.runtime.shared_expert import SharedExpert, SharedGate
@@ -98,7 +98,7 @@ def test_strides_of_the_answer_do_not_depend_on_those_of_x(make):
 
 @pytest.mark.parametrize("name", ["gemm", "fused_moe"])
 def test_p25_real_and_fake_have_one_signature(name):
-    real, fake = getattr(ops, name), ops.FAKES[name]
+    real, fake = getattr(ops, name), registering.FAKES[name]
     assert inspect.signature(fake) == inspect.signature(real)
     schema = getattr(torch.ops.mxfp4prep, name).default._schema
     assert [a.name for a in schema.arguments] == list(inspect.signature(real).parameters)
@@ -108,7 +108,9 @@ def test_fake_knows_defaults_and_names():
     def real(x: torch.Tensor, n: int = 3, m: int = 5) -> torch.Tensor:
         return x.new_empty((n, m))
 
-    fake = ops.fake_of(real, lambda call: ops.Output((call["n"], call["m"]), call["x"]))
+    fake = registering.fake_of(
+        real, lambda call: registering.Output((call["n"], call["m"]), call["x"])
+    )
     x = torch.empty(1, dtype=torch.float16)
     assert fake(x).shape == (3, 5)
     assert fake(x, m=7).shape == (3, 7)
@@ -117,7 +119,7 @@ def test_fake_knows_defaults_and_names():
 
 def test_fake_refuses_what_real_refuses():
     with pytest.raises(TypeError):
-        ops.FAKES["gemm"](torch.empty(1, 2), no_such_argument=1)
+        registering.FAKES["gemm"](torch.empty(1, 2), no_such_argument=1)
 
 
 def test_fused_moe_has_the_padding_and_bias_arguments():
@@ -141,7 +143,7 @@ def test_opcheck_fused_moe(t, dtype):
 
 
 def test_every_operator_is_checked_above():
-    assert set(ops.FAKES) == {"gemm", "fused_moe"}
+    assert set(registering.FAKES) == {"gemm", "fused_moe"}
 
 
 @pytest.mark.parametrize("make", [gemm_call, moe_call])

@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import pickle
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -676,3 +678,121 @@ def test_a_gemm_that_no_backend_can_answer(backend, changed):
         with pytest.raises(UsageError, match="unknown") as caught:
             torch.ops.mxfp4prep.gemm(*tensors, 32, **words)
         assert_whole(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cpu:1", "cpu:3", "cpu:7", "meta:0", "meta:1"])
+@pytest.mark.parametrize("kind", [str, torch.device])
+def test_a_number_of_a_device_that_there_is_one_of(case, device, kind):
+    named = kind(device)
+    for refused in (
+        lambda: mxfp4prep.load(case.root, named),
+        lambda: mxfp4prep.load(case.root, "meta").materialize(torch.nn.Identity(), named),
+        lambda: devices.usable_device(named),
+    ):
+        with pytest.raises(
+            UsageError, match=f"device: there is only one: found {device}"
+        ) as caught:
+            refused()
+        assert_whole(caught.value)
+    for fine in ("cpu", "cpu:0", torch.device("cpu", 0), "meta"):
+        assert mxfp4prep.load(case.root, fine).device.type in ("cpu", "meta")
+
+
+@pytest.mark.parametrize("value", ["no", "False", "", 0, 1, None, [], np.True_])
+@pytest.mark.parametrize("name", ["verify", "lazy", "tensors"])
+def test_flags_are_true_or_false(case, name, value):
+    prepared = mxfp4prep.load(case.root)
+    call = prepared.load_all if name == "tensors" else partial(mxfp4prep.load, case.root)
+    with pytest.raises(UsageError, match=f"{name}: not a flag") as caught:
+        call(**{name: value})
+    assert_whole(caught.value)
+    assert caught.value.found == repr(value)
+
+
+NO_TENSORS = {
+    "None": lambda: None,
+    "list": lambda: [[1.0] * 256],
+    "numpy": lambda: np.ones((1, 256), dtype=np.float32),
+    "sparse": lambda: torch.ones((1, 256)).to_sparse(),
+    "csr": lambda: torch.ones((1, 256)).to_sparse_csr(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("wrong", NO_TENSORS)
+def test_arguments_that_are_no_strided_tensors(modules, wrong):
+    fresh, _ = modules
+    layer, moe = fresh("fc1"), fresh("experts")
+    x, weights, ids = torch.ones((1, 256)), torch.ones((1, 1)), torch.zeros((1, 1), dtype=torch.int)
+    calls = [
+        (lambda bad: layer(bad), "the input"),
+        (lambda bad: moe(bad, weights, ids), "the input"),
+        (lambda bad: moe(x, bad, ids), "topk_weights"),
+        (lambda bad: moe(x, weights, bad), "topk_ids"),
+    ]
+    for call, word in calls:
+        with pytest.raises(UsageError, match=word) as caught:
+            call(NO_TENSORS[wrong]())
+        assert_whole(caught.value)
+    assert moe(x, weights, ids).shape == x.shape
+
+
+@pytest.mark.parametrize("module", [None, [], "fc1", torch.ones(1), torch.nn.Identity])
+def test_what_is_no_module_cannot_be_filled(case, module):
+    with pytest.raises(UsageError, match="module: not a module: found ") as caught:
+        mxfp4prep.load(case.root).materialize(module)
+    assert_whole(caught.value)
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_opened_checkpoint_is_not_copied(case, way):
+    prepared = mxfp4prep.load(case.root)
+    with pytest.raises(UsageError, match="Prepared: an opened checkpoint cannot be") as caught:
+        way(prepared)
+    assert_whole(caught.value)
+
+
+def test_its_layers_are(modules):
+    fresh, call = modules
+    x = torch.ones((2, 256))
+    for name in ("fc1", "experts"):
+        module = fresh(name)
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert torch.equal(call(other, x), call(module, x))
+
+
+def shared_in_two_layers(root):
+    layers = []
+    for block in ("model.layers.0.mlp", "model.layers.1.mlp"):
+        for name in (f"{block}.experts.0", f"{block}.experts.1", f"{block}.shared_expert"):
+            layers += [Layer(f"{name}.{part}_proj", 64, 64, "triton") for part in ("gate", "up")]
+            layers.append(Layer(f"{name}.down_proj", 64, 64, "triton"))
+    parts = ("gate", "up", "down")
+    layers += [Layer(f"model.layers.0.dense.{part}_proj", 64, 64, "triton") for part in parts]
+    build(root, layers)
+    return mxfp4prep.load(root)
+
+
+def test_the_shared_expert_of_another_layer(tmp_path):
+    prepared = shared_in_two_layers(tmp_path)
+    experts = "model.layers.0.mlp.experts"
+    for name in ("model.layers.1.mlp.shared_expert", "model.layers.0.mlp.experts.0"):
+        with pytest.raises(UsageError) as caught:
+            prepared.experts(experts, shared=name)
+        assert_whole(caught.value)
+    with pytest.raises(
+        UsageError, match=r"another module: found .*layers.1.*, expected .*layers.0"
+    ):
+        prepared.experts(experts, shared="model.layers.1.mlp.shared_expert")
+    # beside the experts, or beside a module that they are in
+    for name in ("model.layers.0.mlp.shared_expert", "model.layers.0.dense"):
+        assert prepared.experts(experts, shared=name).shared_name == name
+
+
+def test_fused_with_nothing(tmp_path):
+    prepared = shared_in_two_layers(tmp_path)
+    with pytest.raises(UsageError, match="fusion: 'fused', but there is no shared") as caught:
+        prepared.experts("model.layers.0.mlp.experts", fusion="fused")
+    assert_whole(caught.value)
+    fused = prepared.experts("model.layers.0.mlp.experts", shared="auto", fusion="fused")
+    assert fused.shared_slots

@@ -7,9 +7,10 @@ import torch
 from prepared_factory import Layer, build
 
 import mxfp4prep
-from mxfp4prep.errors import BackendUnavailable, UsageError
+from mxfp4prep.errors import BackendUnavailable, Unsupported, UsageError
 from mxfp4prep.layouts import LAYOUTS
 from mxfp4prep.runtime.backends import BACKENDS, torch_backend
+from mxfp4prep.runtime.distinct import distinct
 from mxfp4prep.runtime.oracle import decode_rows, linear_oracle
 from mxfp4prep.runtime.selfcheck import selfcheck
 
@@ -210,6 +211,56 @@ def test_the_oracle_knows_the_scales_extremes(tmp_path):
     dense = decode_rows(found.weight, found.scale, (2, 64), "triton", torch.arange(2))
     assert dense[0, 0] == 0.5 * 2.0**-127
     assert dense[0, 1] == -6 * 2.0**-127
-    assert dense[0, 33] == -6 * 2.0**127
+    assert dense[0, 32] == 0.5 * 2.0**127
+    assert dense[0, 33] == -torch.inf, "2^129.6 is not in float32, which backends decode to"
     assert dense[1, :32].isnan().all()
     assert torch.equal(dense[1, 32:34], torch.tensor([0.5, -6.0]).double())
+
+
+@pytest.mark.parametrize("scheme", ["w4a4", "w4a16"])
+def test_weights_beyond_float32_are_right_and_counted(tmp_path, scheme):
+    """Infinite weights: with inputs of zero (w4a4 has them) the product is NaN, as it must be."""
+    layer = Layer("fc1", 64, 256, "triton", scheme)
+    layer.scale = torch.full((64, 8), 120, dtype=torch.uint8)
+    layer.scale[3, 2] = 254
+    generator = torch.Generator().manual_seed(0)
+    up = Layer(f"{PREFIX}.gate_up_proj", 128, 64, "triton", scheme, experts=2)
+    down = Layer(f"{PREFIX}.down_proj", 64, 64, "triton", scheme, experts=2)
+    down.scale = torch.full((2, 64, 2), 120, dtype=torch.uint8)
+    down.scale[:, 5, 1] = 254
+    up.fill(generator)
+    build(tmp_path, [layer, up, down])
+    rows = list(selfcheck(mxfp4prep.load(tmp_path), m=(1, 4)))
+    assert all(row.ok for row in rows), rows
+    assert {row.layer for row in rows} == {"fc1", PREFIX}
+    assert all(0 < row.nan <= row.m for row in rows if scheme == "w4a4"), rows
+    assert all(0 < row.max_rel_error < 0.05 for row in rows if row.layer == "fc1"), rows
+
+
+def test_an_infinite_value_hides_no_other_error(tmp_path, monkeypatch):
+    up = Layer(f"{PREFIX}.gate_up_proj", 128, 64, "triton", "w4a16", experts=1)
+    down = Layer(f"{PREFIX}.down_proj", 64, 64, "triton", "w4a16", experts=1)
+    for layer in (up, down):
+        layer.fill(torch.Generator().manual_seed(0))
+    down.scale[:, 5] = 254
+    down.packed[:, 5] = 0
+    down.packed[:, 5, 0] = 4  # 2 * 2^127, infinite, and no NaN
+    build(tmp_path, [up, down])
+    right = list(selfcheck(mxfp4prep.load(tmp_path), m=(1, 4)))
+    assert [(row.ok, row.nan) for row in right] == [(True, 0)] * 2, right
+    assert all(row.max_rel_error > 1e-6 for row in right), right
+    real = torch_backend.fused_moe
+    monkeypatch.setattr(torch_backend, "fused_moe", lambda *a, **k: real(*a, **k) * 1.5)
+    assert not any(row.ok for row in selfcheck(mxfp4prep.load(tmp_path), m=(1, 4)))
+
+
+def test_nothing_to_check_is_not_all_right(tmp_path):
+    build(tmp_path, [], copied={"model.norm.weight": torch.ones(3)})
+    prepared = mxfp4prep.load(tmp_path)
+    for names, sample in ((None, True), (None, False), ([], True)):
+        with pytest.raises(Unsupported, match="no MXFP4 layer to run") as caught:
+            selfcheck(prepared, names, sample=sample)
+        assert str(tmp_path) in str(caught.value)
+        assert caught.value.hint
+    with pytest.raises(Unsupported, match="no MXFP4 layer to run"):
+        distinct(prepared)

@@ -10,7 +10,7 @@ from conftest import FIXTURES
 from prepared_factory import Layer, build, edit_config, edit_manifest
 
 import mxfp4prep
-from mxfp4prep.errors import InvalidManifest, Unsupported
+from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest, Unsupported
 from mxfp4prep.runtime.source_inputs import Inputs, named_inputs
 
 WEIGHT = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}
@@ -129,3 +129,19 @@ def test_a_scale_mode_of_the_source_that_is_not_even(tmp_path):
     floor = EVEN | {"scale_calculation_mode": "floor"}
     with pytest.raises(Unsupported, match="scale mode"):
         prepared(tmp_path, "w4a4", floor, scale_mode="floor")
+
+
+@pytest.mark.parametrize("key", ["dtype", "scale_calculation_mode"])
+@pytest.mark.parametrize("value", [[], {}, [1], 1, 0, 1.5, True, False, {"a": 1}, [[]]])
+def test_a_name_that_is_none(tmp_path, key, value):
+    for sections in (
+        {"global_quant_config": part(EVEN | {key: value})},
+        {"layer_quant_config": {"*": part(EVEN | {key: value})}},
+        {"layer_type_quant_config": {"Linear": part(TOKEN | {key: value})}},
+    ):
+        with pytest.raises(InvalidCheckpoint, match=f"input_tensors.{key}: not a name") as caught:
+            named_inputs(config_of(**sections))
+        assert caught.value.found == repr(value)
+        assert caught.value.hint
+    with pytest.raises(InvalidCheckpoint, match="not a name"):
+        prepared(tmp_path, "w4a4", EVEN | {key: value})

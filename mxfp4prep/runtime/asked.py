@@ -41,6 +41,14 @@ class Asked(NamedTuple):
                 expected=" or ".join(FUSIONS),
                 hint="fusion='auto' is the default",
             )
+        if fusion == "fused" and shared is None:
+            raise UsageError(
+                "fusion",
+                "'fused', but there is no shared expert to fuse",
+                found="shared=None",
+                expected="a shared expert",
+                hint="add shared='auto', or leave fusion out",
+            )
         return cls(where, activation, number, shared, str(fusion))
 
 

@@ -138,7 +138,7 @@ class Catalogue:
 
     def _shared_parts(self, prefix: str, shared: str | None) -> SharedParts | None:
         """The shared expert of that name, or beside `prefix`. Raises UnknownName for none of it,
-        UsageError for routed experts."""
+        UsageError for routed experts and for one of another layer."""
         if shared is None:
             return None
         layers, places = self.opened.layers, self.opened.places
@@ -159,6 +159,15 @@ class Catalogue:
                 "routed experts, which no shared expert can be",
                 found=f"shared={name!r}",
                 expected=" or ".join(self._shared) or "none: this checkpoint has no shared expert",
+                hint=SHARED_HINT,
+            )
+        block = name.rpartition(".")[0]
+        if block and not prefix.startswith(f"{block}."):
+            raise UsageError(
+                name,
+                "not the shared expert of these experts: it stands in another module",
+                found=f"shared={name!r}",
+                expected=f"one beside {prefix}",
                 hint=SHARED_HINT,
             )
         names = [*below, gate_of(name), f"{gate_of(name)}.weight"]

@@ -35,18 +35,24 @@ def named_device(device: object, where: str, expected: str) -> torch.device:
 
     Raises UsageError for what names none.
     """
-    if isinstance(device, torch.device):
-        return device
     name = f"cuda:{device}" if type(device) is int else device
     try:
-        target = torch.device(name) if isinstance(name, str) else None
+        target = torch.device(name) if isinstance(name, str | torch.device) else None
     except RuntimeError:
         target = None
     # torch keeps eight bits of a number: to it cuda:300 is cuda:44
-    if target is None or (target.index is not None and not str(name).endswith(f":{target.index}")):
+    if target is None or not (target.index is None or str(name).endswith(f":{target.index}")):
         hint = "for example cpu or cuda:0"
         raise UsageError(where, "unknown", found=repr(device), expected=expected, hint=hint)
+    # tensors on cpu:3 are made, and are equal to nothing on cpu
+    if target.index not in _NUMBERS.get(target.type, (target.index,)):
+        what, hint = "there is only one", f"leave the number out: {target.type}"
+        raise UsageError(where, what, found=str(target), expected=target.type, hint=hint)
     return target
+
+
+_NUMBERS = {"cpu": (None, 0), "meta": (None,)}
+"""What may stand behind the colon where there is but one device of a type."""
 
 
 def loading_device(device: object) -> torch.device:

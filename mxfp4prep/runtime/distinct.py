@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mxfp4prep.errors import Unsupported
 from mxfp4prep.runtime.agreement import path_name
 from mxfp4prep.runtime.gathering import group_experts
 
@@ -29,6 +30,8 @@ def distinct(prepared: Prepared, names: Iterable[str] | None = None) -> list[Ali
 
     names   layers and prefixes of experts to choose from; None takes all. Experts are run in their
             bank: a single one only where its prefix is not among the names
+
+    Raises Unsupported where there is nothing.
     """
     groups = group_experts(prepared.manifest.layers)
     prefix_of = {record.name: prefix for prefix, records in groups.items() for record in records}
@@ -47,7 +50,16 @@ def distinct(prepared: Prepared, names: Iterable[str] | None = None) -> list[Ali
         if wanted is None or prefix in wanted:
             banks.setdefault(_kind_of_bank(records), []).append(prefix)
     found = [Alike(alike[0], len(alike), experts=False) for alike in matrices.values()]
-    return found + [Alike(alike[0], len(alike), experts=True) for alike in banks.values()]
+    found += [Alike(alike[0], len(alike), experts=True) for alike in banks.values()]
+    if not found:
+        raise nothing_to_run(prepared)
+    return found
+
+
+def nothing_to_run(prepared: Prepared) -> Unsupported:
+    """The error for a checkpoint without any: that nothing ran must not read as all being well."""
+    hint = "`mxfp4prep show` lists what the checkpoint has"
+    return Unsupported(prepared.path, "no MXFP4 layer to run", hint=hint)
 
 
 def _kind(record: LayerRecord) -> tuple[object, ...]:

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from mxfp4prep.errors import UsageError
 from mxfp4prep.runtime import ops  # noqa: F401 - defines torch.ops.mxfp4prep
 from mxfp4prep.runtime.backends import Needs
 from mxfp4prep.runtime.exact import ExactScales
 from mxfp4prep.runtime.gating import check_names, checked_limit
 from mxfp4prep.runtime.input_quant import input_quant_of
-from mxfp4prep.runtime.linear import check_input, check_stored
+from mxfp4prep.runtime.operands import check_input, check_routing, check_stored
 from mxfp4prep.runtime.spreading import EVERY_ROW, Turn
 
 if TYPE_CHECKING:
@@ -43,6 +42,7 @@ class PreparedExperts(ExactScales):
                        the router's weights and does not touch the shared one
     shared_name        its module in the checkpoint, or None without one
     turn               the rows to which this rank adds the shared expert
+    ep_rank, ep_size   which block of whole experts this is, of how many
     w13, w13_scale     banks of gate-up matrices (2 * intermediate, hidden), in `w13_path`'s layouts
     w2, w2_scale       banks of down matrices (hidden, intermediate), in `w2_path`'s layouts
     gate_up            order of w13's rows: "concatenated" or "interleaved"
@@ -93,6 +93,8 @@ class PreparedExperts(ExactScales):
         shared_gate: nn.Module | None = None,
         shared_name: str | None = None,
         turn: Turn = EVERY_ROW,
+        ep_rank: int = 0,
+        ep_size: int = 1,
     ) -> None:
         super().__init__()
         check_names(name, activation, gate_up)
@@ -116,6 +118,7 @@ class PreparedExperts(ExactScales):
         self.backend = backend
         self.name = name
         self.tp_rank, self.tp_size = tp_rank, tp_size
+        self.ep_rank, self.ep_size = ep_rank, ep_size
         for buffer, tensor in (
             ("w13", w13),
             ("w13_scale", w13_scale),
@@ -159,7 +162,7 @@ class PreparedExperts(ExactScales):
         Raises UsageError for shapes, dtypes or devices that do not fit.
         """
         check_input(self.name, x, self.hidden, self.w13)
-        self._check_routing(x, topk_weights, topk_ids)
+        check_routing(self.name, x, topk_weights, topk_ids)
         top = topk_ids.shape[-1]
         rows = x.reshape(-1, self.hidden)
         weights, ids = topk_weights.reshape(-1, top), topk_ids.reshape(-1, top)
@@ -231,28 +234,6 @@ class PreparedExperts(ExactScales):
         else:
             y = y + self._shared_weight(rows) * shared(rows)
         return y.to(routed.dtype)
-
-    def _check_routing(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
-        if topk_ids.shape != topk_weights.shape or topk_ids.shape[:-1] != x.shape[:-1]:
-            raise UsageError(
-                self.name,
-                "the routing's shape",
-                found=f"topk_weights {tuple(topk_weights.shape)}, topk_ids {tuple(topk_ids.shape)}",
-                expected=f"both ({', '.join(str(size) for size in x.shape[:-1])}, top)",
-            )
-        integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-        if topk_ids.dim() == 0 or topk_ids.shape[-1] == 0:
-            raise UsageError(self.name, "the routing names no expert", expected="top >= 1")
-        if topk_ids.dtype not in integers or not topk_weights.is_floating_point():
-            raise UsageError(
-                self.name,
-                "the routing's dtypes",
-                found=f"topk_weights {topk_weights.dtype}, topk_ids {topk_ids.dtype}",
-                expected="floating weights and integer ids",
-            )
-        if topk_ids.device != x.device or topk_weights.device != x.device:
-            what = "the routing is on another device"
-            raise UsageError(self.name, what, found=topk_ids.device, expected=x.device)
 
     def extra_repr(self) -> str:
         return (

@@ -8,9 +8,10 @@ from mxfp4prep.errors import UsageError
 from mxfp4prep.runtime.asked import Asked
 from mxfp4prep.runtime.experts import PreparedExperts
 from mxfp4prep.runtime.linear import PreparedLinear
+from mxfp4prep.runtime.shared_expert import SharedExpert
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch import nn
 
@@ -48,15 +49,27 @@ def read_again(catalogue: Catalogue, assembler: Assembler, layer: Layer) -> Laye
             again = catalogue.experts(assembler, asked)
     elif layer.name in catalogue:
         again = catalogue.linear(assembler, catalogue.record(layer.name))
-    if again is None or _shapes(again) != _shapes(layer):
-        raise UsageError(
-            layer.name,
-            "not a layer of this checkpoint for this rank",
-            found=_shapes(layer),
-            expected="no such layer" if again is None else _shapes(again),
-            hint="the layer must come from this checkpoint, loaded with the same ranks",
-        )
+    if again is None:
+        raise _not_ours(layer.name, f"{layer.name}: {layer.extra_repr()}", "no such layer")
+    mine, theirs = _facts(layer), _facts(again)
+    differing = [what for what in (mine | theirs) if mine.get(what) != theirs.get(what)]
+    if differing:
+        raise _not_ours(layer.name, _said(mine, differing), _said(theirs, differing))
     return again
+
+
+def _said(facts: Mapping[str, object], names: Iterable[str]) -> str:
+    return ", ".join(f"{name} {facts.get(name, 'absent')}" for name in names)
+
+
+def _not_ours(name: str, found: str, expected: str) -> UsageError:
+    return UsageError(
+        name,
+        "not a layer of this checkpoint for this rank",
+        found=found,
+        expected=expected,
+        hint="the layer must come from this checkpoint, loaded with the same ranks",
+    )
 
 
 def fill(pairs: Iterable[tuple[Layer, Layer]]) -> None:
@@ -69,5 +82,21 @@ def fill(pairs: Iterable[tuple[Layer, Layer]]) -> None:
                 setattr(mine, name, buffer)
 
 
-def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(buffer.shape) for name, buffer in layer.named_buffers()}
+_TOLD = (
+    "n", "k", "experts", "hidden", "intermediate", "paths", "scheme", "input_quant", "gate_up",
+    "activation", "limit", "tp_rank", "tp_size", "ep_rank", "ep_size", "shared_slots", "turn",
+)  # fmt: skip
+"""What a module says about itself that its bytes must be read for. Shapes are not enough: those of
+another rank's piece, and of another order of bytes, are often the same."""
+
+
+def _facts(layer: nn.Module) -> dict[str, object]:
+    """What must be equal for one layer to take the bytes of another, by name."""
+    facts: dict[str, object] = {}
+    for at, module in layer.named_modules():
+        within = f"{at}." if at else ""
+        if isinstance(module, PreparedLinear | PreparedExperts | SharedExpert):
+            facts |= {
+                f"{within}{name}": getattr(module, name) for name in _TOLD if hasattr(module, name)
+            }
+    return facts | {name: tuple(buffer.shape) for name, buffer in layer.named_buffers()}

@@ -40,8 +40,11 @@ class Kept:
         Experts of the same prefix that hold other banks are forgotten: larger banks begin with a
         copy of theirs, which whoever asks for them again gets a view of.
         """
-        self.linears |= linears
-        self.tensors |= tensors
+        # what a progress function asked for while these were read was handed out already
+        for name, layer in linears.items():
+            self.linears.setdefault(name, layer)
+        for name, tensor in tensors.items():
+            self.tensors.setdefault(name, tensor)
         for asked, module in experts.items():
             for other, mine in list(self.experts.items()):
                 if other.prefix == asked.prefix and _is_another_copy(mine, module):

@@ -6,21 +6,20 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from mxfp4prep.errors import LayoutError, UsageError
-from mxfp4prep.layouts import LAYOUTS, PATHS
+from mxfp4prep.layouts import PATHS
 from mxfp4prep.runtime import ops  # noqa: F401 - defines torch.ops.mxfp4prep
 from mxfp4prep.runtime.backends import Needs
 from mxfp4prep.runtime.decoding import decode_matrix
 from mxfp4prep.runtime.exact import ExactScales
 from mxfp4prep.runtime.input_quant import input_quant_of
-from mxfp4prep.runtime.slices import byte_columns
+from mxfp4prep.runtime.operands import check_input, check_stored
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from mxfp4prep.manifest import ActivationRecord
 
-INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+__all__ = ["PreparedLinear", "check_input"]
 
 
 class PreparedLinear(ExactScales):
@@ -124,51 +123,4 @@ class PreparedLinear(ExactScales):
         return (
             f"n={self.n}, k={self.k}, path={self.path}, scheme={self.scheme}, "
             f"bias={self.bias is not None}, backend={self.backend}{rank}"
-        )
-
-
-def check_stored(
-    where: str, operands: tuple[Tensor, Tensor], n: int, k: int, path: str, *bank: int
-) -> None:
-    """Raises LayoutError unless weight and scale are what `path` stores for (n, k) matrices.
-
-    bank   the number of experts, for banks of matrices
-    """
-    for operand, stored, layout in zip(("weight", "scale"), operands, PATHS[path], strict=True):
-        shape = LAYOUTS[layout].stored_shape(n, byte_columns(operand, (0, k))[1])
-        if stored.dtype != torch.uint8 or tuple(stored.shape) != (*bank, *shape):
-            raise LayoutError(
-                f"{where}: {operand}",
-                f"not a ({n}, {k}) matrix in layout {layout}",
-                found=f"{stored.dtype} {tuple(stored.shape)}",
-                expected=f"torch.uint8 {(*bank, *shape)}",
-            )
-
-
-def check_input(where: str, x: Tensor, width: int, weight: Tensor) -> None:
-    """Raises UsageError for activations that a layer of `width` columns cannot take."""
-    if x.dim() == 0 or x.shape[-1] != width:
-        found = tuple(x.shape)
-        raise UsageError(
-            where,
-            "the input's shape",
-            found=found,
-            expected=f"(..., {width})",
-            hint="under tensor parallelism a row-parallel layer takes its rank's columns only",
-        )
-    if x.dtype not in INPUT_DTYPES:
-        raise UsageError(
-            where,
-            "the input's dtype",
-            found=x.dtype,
-            expected="bfloat16, float16 or float32",
-            hint="the layer quantizes its input itself: hand it x.to(torch.bfloat16)",
-        )
-    if x.device != weight.device:
-        raise UsageError(
-            where,
-            "the input is on another device than the weight",
-            found=x.device,
-            expected=weight.device,
-            hint="load with device=..., or move one of them with .to(device)",
         )

@@ -12,7 +12,7 @@ from mxfp4prep.runtime.backends import choose_backend
 from mxfp4prep.runtime.cutting import Cutter
 from mxfp4prep.runtime.devices import loading_device
 from mxfp4prep.runtime.opening import open_for_serving
-from mxfp4prep.runtime.prepared import Prepared
+from mxfp4prep.runtime.prepared import Prepared, check_flag
 from mxfp4prep.runtime.ranks import Ranks
 from mxfp4prep.runtime.reading import Progress, Reader
 from mxfp4prep.runtime.spreading import Spread
@@ -44,7 +44,8 @@ def load(
     tp_rank, tp_size   which piece of each layer, as engines cut them; the rank must be named where
               there are several
     backend   a name from `backends()`; None takes the best that can run each layer there
-    verify    read tensors whole and compare each with its digest before it is used
+    verify    read tensors whole and compare each with its digest before it is used; config.json and
+              the digests with theirs now
     ep_rank, ep_size   which block of whole experts, where those are spread over ranks and not cut;
               what `--ep` means in audit and convert is ep_rank = tp_rank, ep_size = tp_size
     lazy      False reads everything now, as `Prepared.load_all` does, and reports to `progress`
@@ -53,6 +54,8 @@ def load(
     contradictory, BackendUnavailable for a backend or device that is not here, UsageError for a
     wrong argument.
     """
+    check_flag("verify", verify)
+    check_flag("lazy", lazy)
     if lazy and progress is not None:
         raise UsageError("progress", "reports on a whole model being read", hint="add lazy=False")
     ranks = Ranks.make(tp_rank, tp_size, ep_rank, ep_size)

@@ -103,6 +103,8 @@ def assemble(
         shared_gate=_gate(assembler, layer.shared, records),
         shared_name=None if layer.shared is None else layer.shared.name,
         turn=turn,
+        ep_rank=spread.rank,
+        ep_size=spread.size,
     )
     return maker.with_backend(experts)
 

@@ -49,7 +49,8 @@ class Opened:
 
 
 def open_for_serving(path: Path, *, verify: bool) -> Opened:
-    """The prepared checkpoint in directory `path`; with `verify`, its digest of every tensor too.
+    """The prepared checkpoint in directory `path`; with `verify`, its digest of every tensor too,
+    and config.json must be the one that the manifest has the digest of.
 
     Raises InvalidManifest, InvalidCheckpoint or Unsupported for whatever does not agree.
     """
@@ -68,8 +69,24 @@ def open_for_serving(path: Path, *, verify: bool) -> Opened:
     _check_sum(prepared)
     digests = None
     if verify:
+        _check_config(prepared)
         digests = {name: stored for name, (_, stored) in read_digests(prepared).items()}
     return Opened(prepared.root, prepared.config, manifest, layers, places, digests)
+
+
+def _check_config(prepared: PreparedFiles) -> None:
+    """Refuses a config.json that is not the one convert wrote: an activation or a number of experts
+    that was changed there shows in the answers only."""
+    for record in prepared.files("config"):
+        found = hashlib.sha256(io.read_bytes(prepared.root / record.name))
+        if found.hexdigest() != record.sha256:
+            raise InvalidCheckpoint(
+                record.name,
+                "not the one that convert wrote",
+                found=f"sha256 {found.hexdigest()}",
+                expected=record.sha256,
+                hint=VERIFY_HINT,
+            )
 
 
 def _check_sum(prepared: PreparedFiles) -> None:

@@ -2,69 +2,33 @@
 
 Each is one function with one signature. The fake that torch.compile traces is made from that same
 signature, so the two cannot differ in an argument's name, order or default. On meta tensors the
-fake is what runs. Neither has a gradient: an x that requires one is served, but a backward pass,
-and torch.compile of a graph that would have one, is refused.
+fake is what runs. Both refuse operands that are not what the words say, whatever the backend: a
+kernel would read beyond them. Neither has a gradient, see registering.py.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxfp4prep.errors import Unsupported, UsageError
+from mxfp4prep.errors import UsageError
 from mxfp4prep.layouts import PATHS
 from mxfp4prep.runtime.backends import implementation
 from mxfp4prep.runtime.gating import check_names, checked_limit
 from mxfp4prep.runtime.input_quant import INPUT_QUANT
-
-
-class Output(NamedTuple):
-    """What an operator returns: a new contiguous tensor of `shape`, with `like`'s dtype, there."""
-
-    shape: tuple[int | torch.SymInt, ...]
-    like: Tensor
-
-
-def fake_of(
-    real: Callable[..., Tensor], output: Callable[[Mapping[str, Any]], Output]
-) -> Callable[..., Tensor]:
-    """A function with `real`'s signature that only makes the tensor that `real` would return.
-
-    output   what `real` returns, from its arguments by name, defaults filled in
-    """
-    signature = inspect.signature(real)
-
-    def fake(*args: object, **kwargs: object) -> Tensor:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        shape, like = output(bound.arguments)
-        return like.new_empty(shape)
-
-    fake.__signature__ = signature  # type: ignore[attr-defined]
-    fake.__name__ = f"{real.__name__}_fake"
-    return fake
-
-
-def register(real: Callable[..., Tensor], output: Callable[[Mapping[str, Any]], Output]) -> None:
-    """Registers `real` as torch.ops.mxfp4prep.<its name> together with its fake."""
-    name = real.__name__
-    fake = FAKES[name] = fake_of(real, output)
-    operator = torch.library.custom_op(f"mxfp4prep::{name}", real, mutates_args=())
-    operator.register_fake(fake)
-
-    def no_gradient(*_: object) -> NoReturn:
-        hint = "run the model under torch.inference_mode() or torch.no_grad()"
-        raise Unsupported(f"torch.ops.mxfp4prep.{name}", "has no gradient", hint=hint)
-
-    operator.register_autograd(no_gradient)
-
-
-FAKES: dict[str, Callable[..., Tensor]] = {}
-"""Operator name -> its fake, for tests that compare signatures."""
+from mxfp4prep.runtime.operands import (
+    AS_ROUTED,
+    AS_STORED,
+    check_routing_kinds,
+    check_rows,
+    check_stored,
+    check_vector,
+    refuse,
+)
+from mxfp4prep.runtime.registering import Output, register
 
 
 def gemm(
@@ -81,15 +45,17 @@ def gemm(
     """x @ weight.T + bias, (m, n) in x's dtype.
 
     x             (m, k) bfloat16, float16 or float32; m may be 0
-    weight, scale uint8, as `path` of PATHS stores an (n, k) matrix
+    weight, scale uint8, as `path` of PATHS stores an (n, k) matrix. Values from 2^128 on, which
+                  float32 does not have, are infinite: a product with zero is NaN then
     input_quant   what is done to x first: a name of INPUT_QUANT
     bias          (n,) floating, added in float32
     input_scale   one float32, for input_quant "fp8_static"
     backend       a name that `backends()` lists
 
-    Raises UsageError for an unknown path, input_quant or backend.
+    Raises UsageError for an unknown path, input_quant or backend and for operands of other shapes,
+    dtypes or devices, LayoutError (an InvalidCheckpoint) for a weight or scale of another shape.
     """
-    _check_words("gemm", input_quant, path)
+    _check_gemm(x, weight, scale, n, path, input_quant, bias, input_scale)
     with torch.autocast(x.device.type, enabled=False):
         return implementation(backend).gemm(
             x, weight, scale, n, path, input_quant, bias=bias, input_scale=input_scale
@@ -155,13 +121,12 @@ def fused_moe(
     quantized; the reference does not. "fp8_tensor" takes its scale over the rows that go to one
     expert, not over all of x.
 
-    Raises UsageError for words that are none of those, for a clamp that is none (negative, NaN) and
-    for padding that leaves nothing; for another id in the reference, where a kernel on a GPU does
-    not look.
+    Raises UsageError for words that are none of those, for a clamp that is none (negative, NaN),
+    for padding that leaves nothing and for operands of other shapes, dtypes or devices, LayoutError
+    for banks of another shape; UsageError for another id in the reference, where a kernel on a GPU
+    does not look.
     """
-    _check_words("fused_moe", input_quant, w13_path, w2_path)
-    check_names("fused_moe", activation, gate_up)
-    _check_sizes(limit, x.shape[1], hidden_pad, intermediate, intermediate_pad)
+    _check_moe(locals())
     with torch.autocast(x.device.type, enabled=False):
         return implementation(backend).fused_moe(
             x,
@@ -218,16 +183,111 @@ def _check_sizes(
             )
 
 
+def _check_gemm(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    n: int,
+    path: str,
+    input_quant: str,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+) -> None:
+    """Raises UsageError or LayoutError for operands that are not what the words say."""
+    _check_words("gemm", input_quant, path)
+    check_rows("gemm", x, weight)
+    check_stored("gemm", (weight, scale), n, x.shape[1], path)
+    check_vector("gemm: bias", bias, (n,), x)
+    check_vector("gemm: input_scale", input_scale, (), x)
+    _check_static("gemm", input_quant, input_scale)
+
+
+def _check_moe(call: Mapping[str, Any]) -> None:
+    """Raises UsageError or LayoutError for operands that are not what the words say.
+
+    call   the arguments of `fused_moe` by name
+    """
+    x, w13, intermediate = call["x"], call["w13"], call["intermediate"]
+    input_quant, paths = call["input_quant"], (call["w13_path"], call["w2_path"])
+    _check_words("fused_moe", input_quant, *paths)
+    check_names("fused_moe", call["activation"], call["gate_up"])
+    _check_banks(x, (w13, call["w13_scale"]), (call["w2"], call["w2_scale"]), intermediate, *paths)
+    pads = call["hidden_pad"], intermediate, call["intermediate_pad"]
+    _check_sizes(call["limit"], x.shape[1], *pads)
+    _check_routing(x, call["topk_weights"], call["topk_ids"])
+    biases, scales = (call["bias1"], call["bias2"]), (call["a1_scale"], call["a2_scale"])
+    _check_vectors(x, w13, intermediate, input_quant, biases, scales)
+
+
+def _check_banks(
+    x: Tensor,
+    w13: tuple[Tensor, Tensor],
+    w2: tuple[Tensor, Tensor],
+    intermediate: int,
+    w13_path: str,
+    w2_path: str,
+) -> None:
+    """Raises UsageError for an x that is none, LayoutError for banks that are not for it."""
+    check_rows("fused_moe", x, w13[0])
+    held, hidden = w13[0].shape[:1], x.shape[1]
+    check_stored("fused_moe: w13", w13, 2 * intermediate, hidden, w13_path, *held)
+    check_stored("fused_moe: w2", w2, hidden, intermediate, w2_path, *held)
+
+
+def _check_routing(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
+    """Raises UsageError for weights and ids that are not (t, top), floating and integer."""
+    weights, ids = topk_weights.shape, topk_ids.shape
+    if (
+        (len(weights), len(ids)) != (2, 2)
+        or not _may_be(weights[1], ids[1])
+        or not _may_be(weights[0], x.shape[0])
+        or not _may_be(ids[0], x.shape[0])
+    ):
+        found = f"topk_weights {tuple(weights)}, topk_ids {tuple(ids)}"
+        refuse("fused_moe", "the routing's shape", found, f"both ({x.shape[0]}, top)", AS_ROUTED)
+    check_routing_kinds("fused_moe", x, topk_weights, topk_ids)
+
+
+def _check_vectors(
+    x: Tensor,
+    w13: Tensor,
+    intermediate: int,
+    input_quant: str,
+    biases: tuple[Tensor | None, Tensor | None],
+    scales: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """Raises UsageError for biases or scales of another shape, dtype or device."""
+    experts = w13.shape[0]
+    check_vector("fused_moe: bias1", biases[0], (experts, 2 * intermediate), x)
+    check_vector("fused_moe: bias2", biases[1], (experts, x.shape[1]), x)
+    for name, scale in zip(("a1_scale", "a2_scale"), scales, strict=True):
+        check_vector(f"fused_moe: {name}", scale, (experts,), x)
+        _check_static("fused_moe", input_quant, scale)
+
+
+def _check_static(where: str, input_quant: str, scale: Tensor | None) -> None:
+    if input_quant == "fp8_static" and scale is None:
+        refuse(
+            where, "input_quant fp8_static without a scale", None, "its static scales", AS_STORED
+        )
+
+
+def _may_be(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Whether two sizes are one; of symbols whose sizes are not known, whether they can be."""
+    if isinstance(size, int) and isinstance(other, int):
+        return size == other
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return not statically_known_true(size != other)
+
+
 def _gemm_output(call: Mapping[str, Any]) -> Output:
-    _check_words("gemm", call["input_quant"], call["path"])
+    _check_gemm(**{name: value for name, value in call.items() if name != "backend"})
     return Output((call["x"].shape[0], call["n"]), call["x"])
 
 
 def _fused_moe_output(call: Mapping[str, Any]) -> Output:
-    _check_words("fused_moe", call["input_quant"], call["w13_path"], call["w2_path"])
-    check_names("fused_moe", call["activation"], call["gate_up"])
-    pads = call["hidden_pad"], call["intermediate"], call["intermediate_pad"]
-    _check_sizes(call["limit"], call["x"].shape[1], *pads)
+    _check_moe(call)
     return Output(tuple(call["x"].shape), call["x"])
 
 

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from mxfp4prep.runtime.linear import PreparedLinear
 
 ROWS_AT_A_TIME = 256
+
+BEYOND = 2.0**128
+"""What float32 cannot hold: such a weight (of scale byte 253 or 254) is infinite in it."""
+
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -108,7 +112,7 @@ def _all(count: int, like: Tensor) -> Tensor:
 def decode_rows(
     weight: Tensor, scale: Tensor, shape: tuple[int, int], path: str, rows: Tensor
 ) -> Tensor:
-    """Some rows of a stored (n, k) matrix, (r, k) float64.
+    """Some rows of a stored (n, k) matrix, (r, k) float64, infinite from 2^128 on.
 
     weight, scale   one matrix as `path` of PATHS stores it
     shape           (n, k)
@@ -126,4 +130,5 @@ def decode_rows(
     value = magnitudes[code & 7] * (1 - 2 * (code >> 3))
     exponent = scale.flatten()[scale_layout.offset(row, column // 32, n, groups)].long()
     power = torch.ldexp(torch.ones_like(value), exponent - 127)
-    return value * power.masked_fill(exponent == 255, torch.nan)
+    value = value * power.masked_fill(exponent == 255, torch.nan)
+    return value.masked_fill(value >= BEYOND, torch.inf).masked_fill(value <= -BEYOND, -torch.inf)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from threading import RLock
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+
+from torch import nn
 
 from mxfp4prep.errors import UsageError
 from mxfp4prep.manifest import Manifest
@@ -33,8 +36,8 @@ class Prepared(Mapping[str, PreparedLinear]):
     """The layers of a prepared checkpoint, for one rank.
 
     As a mapping it has every MXFP4 matrix, those of single experts too; `prepared[name]` reads a
-    layer once and keeps it. Banks of expert matrices are reached through `experts(prefix)`.
-    `load_all` reads everything at once.
+    layer once and keeps it, whichever thread asks first. Banks of expert matrices are reached
+    through `experts(prefix)`. `load_all` reads everything at once.
 
     names             the mapping's keys, in the manifest's order
     expert_prefixes   what `experts` takes
@@ -52,6 +55,7 @@ class Prepared(Mapping[str, PreparedLinear]):
         self._cutter, self._device, self._backend = cutter, device, backend
         self._catalogue = Catalogue(reader.opened, cutter, spread)
         self._kept = Kept()
+        self._reading = RLock()  # one that a progress function may pass again
         self.names: tuple[str, ...] = self._catalogue.names
         self.expert_prefixes: tuple[str, ...] = tuple(self._catalogue.groups)
 
@@ -106,6 +110,13 @@ class Prepared(Mapping[str, PreparedLinear]):
             rank += f", experts of rank {self.ep_rank} of {self.ep_size}"
         return f"<Prepared {self.path}: {len(self)} layers on {self.device}{rank}>"
 
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "Prepared",
+            "an opened checkpoint cannot be pickled or copied",
+            hint="load it again where it is wanted, or copy its modules: they can be",
+        )
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
@@ -128,13 +139,22 @@ class Prepared(Mapping[str, PreparedLinear]):
         return self[name]
 
     def __getitem__(self, name: str) -> PreparedLinear:
+        """The matrix of that name, or the rank's piece of it, kept for the next time.
+
+        A single expert's is read into memory of its own, although `experts` or `load_all` may have
+        it in a bank: there its rows stand in the bank's order of bytes, side by side with others.
+
+        Raises KeyError for a name that is no MXFP4 matrix, CannotShard for one that cannot be cut.
+        """
         record = self._catalogue.record(name)
-        layer = self._kept.linears.get(name)
-        if layer is None:
-            with self._assembling(kept=True) as assembler:
-                layer = self._catalogue.linear(assembler, record)
-            self._kept.linears[name] = layer
-        return layer
+        kept = self._kept.linears
+        if name not in kept:
+            with self._reading:
+                if name not in kept:  # another thread may have read it meanwhile
+                    with self._assembling(kept=True) as assembler:
+                        layer = self._catalogue.linear(assembler, record)
+                    kept.setdefault(name, layer)
+        return kept[name]
 
     def read(self, name: str) -> PreparedLinear:
         """As `prepared[name]`, but read anew and not kept.
@@ -176,9 +196,12 @@ class Prepared(Mapping[str, PreparedLinear]):
         asked = Asked.make(prefix, activation, limit, shared, fusion)
         experts = self._kept.experts.get(asked)
         if experts is None:
-            with self._assembling(kept=True) as assembler:
-                experts = self._catalogue.experts(assembler, asked)
-            self._kept.add({}, {asked: experts}, {})
+            with self._reading:
+                experts = self._kept.experts.get(asked)
+                if experts is None:
+                    with self._assembling(kept=True) as assembler:
+                        experts = self._catalogue.experts(assembler, asked)
+                    self._kept.add({}, {asked: experts}, {})
         return experts
 
     def read_experts(
@@ -218,9 +241,17 @@ class Prepared(Mapping[str, PreparedLinear]):
         kept in their banks only, and experts that are kept already are not read again, however they
         were asked for: ask for those with a shared expert in their banks before.
 
+        A single expert asked for by its own name afterwards is read into memory of its own; to walk
+        over every name of a model that is loaded costs its experts' memory again.
+
         Raises what `prepared[name]`, `experts` and `tensor` raise.
         """
         _check_progress(progress)
+        check_flag("tensors", tensors)
+        with self._reading:
+            self._load_all(progress, tensors=tensors)
+
+    def _load_all(self, progress: Progress | None, *, tensors: bool) -> None:
         catalogue, kept = self._catalogue, self._kept
         names = [name for name in catalogue.alone() if name not in kept.linears]
         asked = [Asked(prefix) for prefix in catalogue.groups if prefix not in kept.prefixes]
@@ -233,7 +264,7 @@ class Prepared(Mapping[str, PreparedLinear]):
 
     def materialize(
         self,
-        module: torch.nn.Module,
+        module: nn.Module,
         device: str | int | torch.device | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -242,9 +273,14 @@ class Prepared(Mapping[str, PreparedLinear]):
 
         device   by default where this checkpoint's layers are put
 
-        Raises UsageError for a layer that this checkpoint does not have for this rank.
+        Raises UsageError for a layer that this checkpoint does not have for this rank: one of
+        another rank, or whose bytes are in another order or are meant for other inputs.
         """
         _check_progress(progress)
+        if not isinstance(module, nn.Module):
+            found, expected = type(module).__name__, "a torch.nn.Module"
+            hint = "the model whose layers were loaded with device='meta'"
+            raise UsageError("module", "not a module", found=found, expected=expected, hint=hint)
         target = self._device if device is None else loading_device(device)
         if target.type == "meta":
             what, hint = "holds no bytes to read into", "name one: materialize(module, 'cpu')"
@@ -274,6 +310,13 @@ class Prepared(Mapping[str, PreparedLinear]):
                 batch, self._cutter, target, self._backend, self._kept if kept else None
             )
             batch.run(progress)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises UsageError for what is neither True nor False: "no" would count as True."""
+    if not isinstance(value, bool):
+        found, hint = repr(value), f"for example {name}=True"
+        raise UsageError(name, "not a flag", found=found, expected="True or False", hint=hint)
 
 
 def _check_progress(progress: object) -> None:

@@ -13,7 +13,7 @@ import torch
 from mxfp4prep.errors import UsageError
 from mxfp4prep.runtime.backends import choose_backend
 from mxfp4prep.runtime.devices import wait_for
-from mxfp4prep.runtime.distinct import distinct
+from mxfp4prep.runtime.distinct import distinct, nothing_to_run
 from mxfp4prep.runtime.linear import PreparedLinear
 from mxfp4prep.runtime.oracle import experts_oracle, linear_oracle
 from mxfp4prep.runtime.room import check_room, telling_where
@@ -54,7 +54,8 @@ class Row(NamedTuple):
 
     path           "asm", "triton" or "kept"; those of both banks for experts, joined by "+"
     milliseconds   the fastest of a few runs
-    nan            compared values that are NaN, because scale bytes of the weight are
+    nan            compared values that are NaN, because scale bytes of the weight are, or make
+                   weights infinite in float32 (from 2^128 on), of which a product with zero is NaN
     """
 
     layer: str
@@ -86,13 +87,16 @@ def selfcheck(
     backend  a name from `backends()`; None is the layers' own there, elsewhere the best that can
     m        how many rows x has
 
-    Raises UsageError, before anything runs, for a name that is neither, BackendUnavailable for a
-    backend that cannot run a layer, NoRoom (an IOFailed) for rows that do not fit into memory.
+    Raises UsageError, before anything runs, for a name that is neither, Unsupported where there is
+    no MXFP4 layer, BackendUnavailable for a backend that cannot run a layer, NoRoom (an IOFailed)
+    for rows that do not fit into memory.
     """
     if layers is not None:
         names = list(layers)
     else:
         names = one_of_each(prepared) if sample else _all(prepared)
+    if not names:
+        raise nothing_to_run(prepared)
     for name in names:
         if name not in prepared and name not in prepared.expert_prefixes:
             raise UsageError(name, "no such layer", hint="`mxfp4prep show` lists them")
@@ -191,7 +195,7 @@ def _check_experts(
     there = judge.w13.device
     expected = experts_oracle(judge, x.to(there), weights.to(there), ids.to(there))
     error = _error(y.to(there), expected)
-    ok = bool(error.norm() <= EXPERTS_TOLERANCE * expected.nan_to_num().norm())
+    ok = bool(error.norm() <= EXPERTS_TOLERANCE * _finite(expected).norm())
     return _row(layer, m, error, expected, milliseconds, ok=ok)
 
 
@@ -202,6 +206,11 @@ def _error(y: Tensor, expected: Tensor) -> Tensor:
     right = y.isnan() & expected.isnan()
     right |= y.isinf() & (expected.abs() >= largest) & (y.sign() == expected.sign())
     return (y.double() - expected).abs().masked_fill(right, 0.0)
+
+
+def _finite(expected: Tensor) -> Tensor:
+    """Zero where it is NaN or infinite: what errors are compared with."""
+    return expected.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _timed(run: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
@@ -226,7 +235,7 @@ def _row(
     *,
     ok: bool,
 ) -> Row:
-    largest = float(expected.nan_to_num().abs().max()) if expected.numel() else 0.0
+    largest = float(_finite(expected).abs().max()) if expected.numel() else 0.0
     worst = float(error.max()) if error.numel() else 0.0
     relative = worst / largest if largest else worst
     path = "+".join(layer.paths)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from mxfp4prep.errors import InvalidCheckpoint
+from mxfp4prep.prepared import VERIFY_HINT
+
 
 class Inputs(NamedTuple):
     """Inputs of a layer as a manifest records them; dtype None for none that are quantized."""
@@ -29,6 +32,8 @@ def named_inputs(config: Mapping[str, Any]) -> frozenset[Inputs]:
     """Every kind of inputs that some part of the source's config names; empty if it has none.
 
     config   config.json of a prepared checkpoint
+
+    Raises InvalidCheckpoint where a part names its inputs by something else than a name.
     """
     declared = config.get("quantization_config")
     source = declared.get("source_quantization_config") if isinstance(declared, Mapping) else None
@@ -54,8 +59,21 @@ def _inputs(part: Mapping[str, Any]) -> Inputs:
         return Inputs(None, None, static=False)
     flags = (spec.get("is_dynamic"), spec.get("dynamic"))
     static = not next((flag for flag in flags if flag is not None), False)
-    mode = spec.get("scale_calculation_mode")
-    if str(spec.get("dtype")).startswith("fp8"):
+    dtype, mode = (_name(spec, key) for key in ("dtype", "scale_calculation_mode"))
+    if dtype is not None and dtype.startswith("fp8"):
         by_token = spec.get("qscheme") == "per_channel"
         mode = None if static else "per_token" if by_token else "per_tensor"
-    return Inputs(spec.get("dtype"), mode, static)
+    return Inputs(dtype, mode, static)
+
+
+def _name(spec: Mapping[str, Any], key: str) -> str | None:
+    value = spec.get(key)
+    if value is None or isinstance(value, str):
+        return value
+    raise InvalidCheckpoint(
+        f"config.json: quantization_config.source_quantization_config: input_tensors.{key}",
+        "not a name",
+        found=repr(value),
+        expected="a string or null",
+        hint=VERIFY_HINT,
+    )
