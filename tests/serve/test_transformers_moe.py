@@ -24,9 +24,11 @@ from transformers import (
     MixtralConfig,
     Qwen3MoeConfig,
 )
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import mxfp4prep
 from mxfp4prep.integrations.hf.experts import StoredExperts
+from mxfp4prep.integrations.hf.linear import StoredLinear
 
 SMALL = {
     "vocab_size": 128,
@@ -318,3 +320,157 @@ def test_a_class_that_is_called_otherwise(tmp_path, monkeypatch):
     monkeypatch.setattr(Qwen3MoeExperts, "forward", lambda self, hidden_states, routing: None)
     with pytest.raises(mxfp4prep.Unsupported, match="called in a way that is not known"):
         AutoModelForCausalLM.from_pretrained(path)
+
+
+def stack_experts(root: Path, form: str) -> None:
+    """Rewrites a checkpoint of single experts: one tensor for all of them in each layer.
+
+    form   "fused" puts gate and up into gate_up_proj, "apart" does not; "bare" is "fused", or a
+           gate_up_proj already, without ".weight" in its names
+    """
+    stored: dict[str, torch.Tensor] = {}
+    for shard in sorted(root.glob("*.safetensors")):
+        stored |= load_file(shard)
+    banks: dict[str, dict[int, torch.Tensor]] = {}
+    for name in [name for name in stored if ".experts." in name]:
+        prefix, _, rest = name.partition(".experts.")
+        number, _, tail = rest.partition(".")
+        banks.setdefault(f"{prefix}.experts.{tail}", {})[int(number)] = stored.pop(name)
+    whole = {name: torch.stack([bank[e] for e in range(4)]) for name, bank in banks.items()}
+    for name in [name for name in whole if ".gate_proj." in name and form != "apart"]:
+        halves = whole.pop(name), whole.pop(name.replace(".gate_proj.", ".up_proj."))
+        rows = halves[0] if name.endswith("input_scale") else torch.cat(halves, dim=1)
+        whole[name.replace(".gate_proj.", ".gate_up_proj.")] = rows
+    for name, bank in whole.items():
+        leaf = name.rpartition(".")[2]
+        ending = {"weight": ""}.get(leaf, "_" + leaf.removeprefix("weight_"))
+        stored[name.removesuffix(f".{leaf}") + ending if form == "bare" else name] = bank
+    names = sorted(path.name for path in root.glob("*.safetensors"))
+    write_index(root, stored, write_shards(root, stored, names))
+
+
+@pytest.mark.parametrize("width", [256, 96], ids=["asm", "triton"])
+@pytest.mark.parametrize(
+    ("config", "leaves", "form"),
+    [
+        (qwen3_moe, ("gate_proj", "up_proj", "down_proj"), "fused"),
+        (qwen3_moe, ("gate_proj", "up_proj", "down_proj"), "apart"),
+        (gpt_oss, ("gate_up_proj", "down_proj"), "bare"),
+    ],
+    ids=["gate_up_proj.weight", "gate_proj.weight and up_proj.weight", "gate_up_proj with biases"],
+)
+def test_banks_stored_as_one_tensor(tmp_path, config, leaves, form, width):
+    plain = quark_like(tmp_path / "quark", config(width), leaves)
+    stack_experts(tmp_path / "quark", form)
+    path = prepare(tmp_path / "quark", tmp_path / "prepared")
+    experts = [layer for layer in mxfp4prep.load(path).manifest.layers if ".experts." in layer.name]
+    assert {layer.experts for layer in experts} == {4}
+    model = loaded(path)
+    assert all(isinstance(layer.mlp.experts, StoredExperts) for layer in model.model.layers)
+    assert (logits_of(model, IDS) - logits_of(plain, IDS)).abs().max() <= TOLERANCE
+    model.save_pretrained(tmp_path / "saved")
+    assert files_of(tmp_path / "saved") == files_of(path)
+
+
+@pytest.mark.parametrize("form", ["one for each expert", "one for all"])
+def test_static_inputs_of_banks_stored_as_one_tensor(tmp_path, form):
+    quark_like(tmp_path / "quark", qwen3_moe(), static=True)
+    stack_experts(tmp_path / "quark", "fused")
+    scales = torch.tensor([0.02, 0.04, 0.06, 0.08])
+    if form == "one for all":
+        scales = scales[3].expand(4)
+        for shard in (tmp_path / "quark").glob("*.safetensors"):
+            one = {
+                name: tensor[3].clone() if ".experts." in name and "input_scale" in name else tensor
+                for name, tensor in load_file(shard).items()
+            }
+            save_file(one, shard, metadata={"format": "pt"})
+    path = prepare(tmp_path / "quark", tmp_path / "prepared")
+    mine = loaded(path).model.layers[0].mlp.experts
+    theirs = mxfp4prep.load(path).experts("model.layers.0.mlp.experts")
+    assert torch.equal(mine.gate_up_proj_input_scale, scales)
+    assert torch.equal(mine.down_proj_input_scale, scales)
+    generator = torch.Generator().manual_seed(6)
+    x, weights = torch.randn(9, 256, generator=generator), torch.rand(9, 2, generator=generator)
+    ids = torch.randint(0, 4, (9, 2), generator=generator)
+    with torch.no_grad():
+        assert torch.equal(mine(x, ids, weights), theirs(x, weights, ids))
+
+
+class ListedExperts(nn.ModuleList):
+    """A module for each expert, as models of one's own may have them."""
+
+    def __init__(self, config):
+        expert = modeling_qwen3_moe.Qwen3MoeMLP
+        width = config.moe_intermediate_size
+        super().__init__(expert(config, width) for _ in range(config.num_experts))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for e, expert in enumerate(self):
+            weight = (top_k_weights * (top_k_index == e)).sum(-1, keepdim=True)
+            out += weight * expert(hidden_states)
+        return out
+
+
+class ListedConfig(Qwen3MoeConfig):
+    model_type = "listed_moe"  # transformers merges the experts of those that it knows
+
+
+class Listed(modeling_qwen3_moe.Qwen3MoeForCausalLM):
+    config_class = ListedConfig
+
+
+def test_experts_that_are_modules_of_a_list(tmp_path, monkeypatch):
+    plain = quark_like(tmp_path / "quark", qwen3_moe())
+    path = prepare(tmp_path / "quark", tmp_path / "prepared")
+    monkeypatch.setattr(modeling_qwen3_moe, "Qwen3MoeExperts", ListedExperts)
+    model = loaded(path, kind=Listed)
+    for layer in model.model.layers:
+        for expert in layer.mlp.experts:
+            matrices = expert.gate_proj, expert.up_proj, expert.down_proj
+            assert {type(matrix) for matrix in matrices} == {StoredLinear}
+    assert (logits_of(model, IDS) - logits_of(plain, IDS)).abs().max() <= TOLERANCE
+    model.save_pretrained(tmp_path / "saved")
+    assert files_of(tmp_path / "saved") == files_of(path)
+
+
+@pytest.mark.parametrize("form", ["fused", "apart"])
+def test_a_bank_for_a_list_of_experts(tmp_path, monkeypatch, form):
+    quark_like(tmp_path / "quark", qwen3_moe())
+    stack_experts(tmp_path / "quark", form)
+    path = prepare(tmp_path / "quark", tmp_path / "prepared")
+    monkeypatch.setattr(modeling_qwen3_moe, "Qwen3MoeExperts", ListedExperts)
+    with pytest.raises(mxfp4prep.Unsupported, match="stored as a bank of experts"):
+        Listed.from_pretrained(path)
+
+
+def test_a_linear_layer_that_is_named_as_a_bank(tmp_path):
+    """Without ".weight": transformers would not find it."""
+    quark_like(tmp_path / "quark", qwen3_moe())
+    name = "model.layers.1.self_attn.q_proj"
+    new = {f"{name}.weight": name, f"{name}.weight_scale": f"{name}_scale"}
+    paths = sorted((tmp_path / "quark").glob("*.safetensors"))
+    stored = {
+        new.get(old, old): tensor for path in paths for old, tensor in load_file(path).items()
+    }
+    shards = write_shards(tmp_path / "quark", stored, [path.name for path in paths])
+    write_index(tmp_path / "quark", stored, shards)
+    path = prepare(tmp_path / "quark", tmp_path / "prepared")
+    with pytest.raises(mxfp4prep.Unsupported, match=rf"{name}: stored as a bank of experts"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_a_class_without_banks(tmp_path, monkeypatch):
+    class Other(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            return hidden_states
+
+    quark_like(tmp_path / "quark", qwen3_moe())
+    path = prepare(tmp_path / "quark", tmp_path / "prepared")
+    monkeypatch.setattr(modeling_qwen3_moe, "Qwen3MoeExperts", Other)
+    with pytest.raises(mxfp4prep.Unsupported, match="Other has no gate_up_proj for all experts"):
+        Listed.from_pretrained(path)

@@ -67,6 +67,27 @@ def test_fp8_layers_that_are_not_known(inputs):
         inputs_of_fp8({"global_quant_config": quant_layer()}, ["m.q_proj"])
 
 
+@pytest.mark.parametrize("odd", [[], "fp8", 3], ids=repr)
+@pytest.mark.parametrize(
+    "place", ["layer_quant_config", "global_quant_config", "layer_quant_config.*q_proj"]
+)
+def test_a_source_config_whose_parts_are_no_objects(place, odd):
+    key, _, pattern = place.partition(".")
+    config = {"global_quant_config": spec(), key: {pattern: odd} if pattern else odd}
+    with pytest.raises(
+        mxfp4prep.InvalidCheckpoint, match=r"config\.json: .*: not an object"
+    ) as raised:
+        inputs_of_fp8(config, ["model.q_proj"])
+    assert (pattern or key) in str(raised.value)
+
+
+@pytest.mark.parametrize("odd", [[], {}, 3, "per_head"], ids=repr)
+def test_an_fp8_layer_whose_scheme_is_no_name(odd):
+    config = {"global_quant_config": spec(qscheme=odd, is_dynamic=True)}
+    with pytest.raises(mxfp4prep.Unsupported, match="not known here"):
+        inputs_of_fp8(config, ["model.q_proj"])
+
+
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("inputs", ["none", "static", "tensor", "token"])
 def test_an_fp8_layers_arithmetic(inputs, per_row):
@@ -162,6 +183,41 @@ def rewritten(tmp_path: Path, change) -> Path:
     tensors = change(load_file(source / "model.safetensors"))
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     return prepare(source, tmp_path / "prepared")
+
+
+def reconfigured(path: Path, change) -> Path:
+    """config.json's quantization_config changed."""
+    config = json.loads((path / "config.json").read_text())
+    change(config["quantization_config"])
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"source_quantization_config": []}, "does not explain"),
+        ({"source_quantization_config": "quark"}, "does not explain"),
+        ({"source_quantization_config": {"layer_quant_config": []}}, "no.* object"),
+        ({"manifest": ["mxfp4prep.json"]}, r"quantization_config\.manifest"),
+        ({"format_version": [1]}, "format_version"),
+        ({"format_version": None}, "format_version"),
+    ],
+    ids=repr,
+)
+def test_a_config_of_other_types_is_refused(tmp_path, change, message):
+    path = rewritten(tmp_path, dict)
+    changed = reconfigured(path, lambda config: config.update(change))
+    with pytest.raises(mxfp4prep.Mxfp4PrepError, match=message):
+        AutoModelForCausalLM.from_pretrained(changed)
+
+
+@pytest.mark.parametrize("key", ["format_version", "manifest"])
+def test_a_config_without_a_key_is_refused(tmp_path, key):
+    path = rewritten(tmp_path, dict)
+    changed = reconfigured(path, lambda config: config.pop(key))
+    with pytest.raises(mxfp4prep.Mxfp4PrepError, match=key):
+        AutoModelForCausalLM.from_pretrained(changed)
 
 
 def test_online_rotations_are_refused(tmp_path):

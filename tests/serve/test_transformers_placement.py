@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_transformers import (
     DENSE,
+    ENGINES_ARE_DUE,
     FIXTURES,
     MIXED,
     MOE,
@@ -29,7 +30,7 @@ from transformers.quantizers.base import HfQuantizer
 import mxfp4prep
 from mxfp4prep.integrations.hf.linear import StoredLinear
 
-HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
+HAS_ACCELERATE = ENGINES_ARE_DUE or importlib.util.find_spec("accelerate") is not None
 needs_accelerate = pytest.mark.skipif(not HAS_ACCELERATE, reason="accelerate is not installed")
 needs_plans = pytest.mark.skipif(
     not HAS_ACCELERATE or not hasattr(HfQuantizer, "update_parallel_plan"),

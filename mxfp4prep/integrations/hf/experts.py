@@ -306,8 +306,11 @@ def _bank(param: str, stacks: Sequence[Stack], n: int, k: int) -> Bank:
 
 
 def _each(record: LayerRecord, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """One tensor an expert."""
-    return tensors[0].unbind(0) if record.experts is not None else tensors
+    """One tensor an expert; a bank may have one input scale for all of them."""
+    if record.experts is None:
+        return tensors
+    (bank,) = tensors
+    return (bank if bank.dim() else bank.expand(record.experts)).unbind(0)
 
 
 def _beside(matrices: Sequence[Sequence[Tensor]], dim: int) -> Tensor:

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from mxfp4prep import mxfp4
+from mxfp4prep.documents import CONFIG_NAME
 from mxfp4prep.errors import InvalidCheckpoint, Unsupported
 from mxfp4prep.integrations.hf.cutting import Axis, check_cut
+from mxfp4prep.prepared import VERIFY_HINT
 from mxfp4prep.quark.binding import bind
 from mxfp4prep.quark.patterns import parse_patterns
 from mxfp4prep.runtime.exact import ExactScales
@@ -128,16 +130,18 @@ def _entry(opened: Opened, name: str) -> Tensor:
 def inputs_of_fp8(config: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Inputs]:
     """What each FP8 module does to its input, from the source's quantization_config.
 
-    Raises Unsupported for a module whose scheme Fp8Linear cannot run.
+    Raises Unsupported for a module whose scheme Fp8Linear cannot run, InvalidCheckpoint for a part
+    of the config that is no object.
     """
-    layers = config.get("layer_quant_config") or {}
-    specs = list(layers.values())
+    layers = _object(config, "layer_quant_config")
+    default = _object(config, "global_quant_config")
+    specs = [_object(layers, pattern) for pattern in layers]
     patterns = parse_patterns(list(layers), "layer_quant_config")
     hits = bind(patterns, modules, parents=False).hits
     found: dict[str, Inputs] = {}
     for module in modules:
         candidates = [specs[patterns[hit].entry] for hit in hits.get(module, ())]
-        candidates.append(config.get("global_quant_config") or {})
+        candidates.append(default)
         # Quark writes the patterns sorted: the first one need not be the one that was applied
         spec = next((spec for spec in candidates if _weight_dtype(spec) == "fp8_e4m3"), None)
         if spec is None:
@@ -145,6 +149,16 @@ def inputs_of_fp8(config: Mapping[str, Any], modules: Sequence[str]) -> dict[str
             raise Unsupported(module, what)
         found[module] = _inputs(module, spec)
     return found
+
+
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What stands at `key`; empty where nothing does. Raises InvalidCheckpoint for no object."""
+    value = config.get(key)
+    if value is None or isinstance(value, Mapping):
+        return value or {}
+    where = f"{CONFIG_NAME}: quantization_config.source_quantization_config: {key}"
+    found = type(value).__name__
+    raise InvalidCheckpoint(where, "not an object", found=found, hint=VERIFY_HINT)
 
 
 def _weight_dtype(spec: Mapping[str, Any]) -> object:
@@ -163,7 +177,7 @@ def _inputs(module: str, spec: Mapping[str, Any]) -> Inputs:
             ("per_tensor", False): "static",
             ("per_tensor", True): "tensor",
             ("per_channel", True): "token" if axis == 1 else None,
-        }.get((cast(str, tensors.get("qscheme")), dynamic))
+        }.get((str(tensors.get("qscheme")), dynamic))
         if named is not None:
             return cast(Inputs, named)
     raise Unsupported(

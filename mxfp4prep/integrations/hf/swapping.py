@@ -111,12 +111,14 @@ def _swap_linear(
     swapped: Swapped,
     backend: str | None,
 ) -> None:
+    is_bank = record.experts is not None or record.weight.tensor != f"{record.name}.weight"
+    is_left_out = names.find(record.name) is None and names.may_lack(record.name)
+    if is_bank and not is_left_out:
+        what = "stored as a bank of experts, which this model has no fused experts for"
+        raise Unsupported(record.name, what, hint=RESTORE_HINT)
     found = _place(names, record.name)
     if found is None:
         return
-    if record.experts is not None or record.weight.tensor != f"{record.name}.weight":
-        what = "a bank of experts that this model has no fused experts for"
-        raise Unsupported(record.name, what, hint=RESTORE_HINT)
     layer = StoredLinear(_linear_at(found, record.name), record, opened, backend)
     model.set_submodule(found.path, layer)
     swapped.linears[found.path] = layer
@@ -135,7 +137,7 @@ def _experts(
     activation, limit = activation_of_config(opened.config, prefix)
     order = gathered.w13[0][0].record.gate_up or "concatenated"
     gate = Gate(activation, limit, order)
-    dtype = next(parameter.dtype for parameter in module.parameters())
+    dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     experts = StoredExperts(prefix, gathered, gate, dtype, backend)
     _check_routing(prefix, module)
     _check_banks(experts, module)
