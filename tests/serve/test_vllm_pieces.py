@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from prepared_factory import Layer, build, lay_out
@@ -231,6 +233,31 @@ def test_experts_by_vllms_names(made):
         "up_proj",
     ]
     assert stored.experts(f"{AT}.experts") is None
+
+
+@pytest.mark.parametrize("leaf", ["bias", "input_scale", "weight_scale"])
+def test_a_vector_of_nothing_is_refused(made, leaf):
+    """vLLM's models leave it out; a norm's own, or a plain layer's, has its place."""
+    ones = torch.ones(4, dtype=torch.bfloat16)
+    copied = {"model.norm.weight": ones, f"model.norm.{leaf}": ones.clone()}
+    _, _, root = made(Layer("down_proj", 64, 256), copied=copied)
+    assert f"model.norm.{leaf}" in open_stored(root / "model", str).tensors
+    shutil.rmtree(root / "model")
+    del copied["model.norm.weight"]
+    made(Layer("down_proj", 64, 256), copied=copied)
+    with pytest.raises(InvalidCheckpoint, match=f"model.norm.{leaf}: belongs to no layer"):
+        open_stored(root / "model", str)
+
+
+@pytest.mark.parametrize("load_format", ["runai_streamer_sharded", "sharded_state", "tensorizer"])
+def test_formats_with_files_of_their_own_are_refused(load_format):
+    with pytest.raises(Unsupported, match=f"--load-format {load_format}"):
+        Arrivals("a", ["a.weight"], load_format)
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "ipc_cache"])
+def test_formats_where_nothing_arrives(load_format):
+    Arrivals("a", ["a.weight"], load_format).check()
 
 
 def test_experts_in_one_tensor_are_refused(made):

@@ -62,6 +62,24 @@ def test_weights_are_never_processed_twice(facts):
     assert facts["processed again"] is True
 
 
+def test_a_replaced_config_need_not_be_a_mapping(facts):
+    for said, found in zip(facts["replaced"], ("None", "'quark'", "None"), strict=True):
+        assert "config.json was replaced" in said
+        assert f"quant_method {found}" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("linears", "PreparedLinearMethod"), ("experts", "PreparedExpertsMethod")],
+)
+def test_parameters_of_another_process_need_no_loading(facts, kind, method):
+    """vLLM's weight cache: nothing arrives, and that is no error there."""
+    found = facts[f"unloaded {kind}"]
+    assert method in found["methods"]
+    assert "did not arrive" in found["said"]
+    assert found["kept"] is True
+
+
 def test_the_config_goes_to_workers(facts):
     assert facts["pickled"] is True
     assert facts["is Quark's"] is True

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine import NONE, PREPARED, needs_vllm, run_jobs
+from engine import NONE, PREPARED, REFERENCE, needs_vllm, run_jobs
 from models import prepare, write_model
+from quark_factory import quant_config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 pytestmark = [needs_vllm, pytest.mark.timeout(1800)]
 
 LAYER = "model.layers.1.mlp.down_proj"
+NOT_STORED = "the checkpoint does not have it"
 
 
 def rewrite(path: Path, change: Callable[[dict], object]) -> None:
@@ -119,9 +121,21 @@ def unknown_tensor(root: Path) -> None:
     rewrite_shard(root, lambda tensors: tensors.update({"model.more.weight": torch.ones(4)}))
 
 
+def edited_config(root: Path) -> None:
+    rewrite(root / "config.json", lambda config: config.update(num_hidden_layers=1))
+
+
 def unused_layer(root: Path) -> None:
     """Whole and right, but the model has one layer less than there are."""
-    rewrite(root / "config.json", lambda config: config.update(num_hidden_layers=1))
+    edited_config(root)
+    path = root / "config.json"
+
+    def record(manifest: dict) -> None:
+        (file,) = [each for each in manifest["files"] if each["name"] == path.name]
+        file["nbytes"] = path.stat().st_size
+        file["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+
+    rewrite_manifest(root, record)
 
 
 def layer_forgotten(root: Path) -> None:
@@ -163,18 +177,90 @@ def stray_shard(root: Path) -> None:
     save_file(tensors, root / "more.safetensors", metadata={"format": "pt"})
 
 
-def bias_without_place(root: Path) -> None:
-    """A bias that vLLM's model has no parameter for, and would leave out without a word."""
-    source = write_model(root / "again", "llama")
+def prepared_from(root: Path, change: Callable[[dict], object], **config: object) -> None:
+    """A checkpoint that was this way before it was prepared: nothing in it disagrees.
+
+    change   of the source's tensors
+    config   changes of the source's config.json
+    """
+    source = write_model(root.with_name(f"{root.name}-source"), "llama", **config)
     path = source / "model.safetensors"
     tensors = load_file(path)
-    tensors[f"{LAYER}.bias"] = torch.ones(256, dtype=torch.bfloat16)
+    change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
-    for entry in [path for path in root.iterdir() if path != source]:
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    for entry in prepare(source, root.with_name(f"{root.name}-biased")).iterdir():
-        shutil.move(entry, root / entry.name)
-    shutil.rmtree(source)
+    shutil.rmtree(root)
+    prepare(source, root)
+
+
+def add(name: str) -> Callable[[Path], None]:
+    """A vector that the model has no parameter for, and would leave out without a word."""
+    vector = torch.ones(256, dtype=torch.bfloat16)
+    return lambda root: prepared_from(root, lambda tensors: tensors.update({name: vector}))
+
+
+def without(*names: str, **config: object) -> Callable[[Path], None]:
+    """Without tensors that the model has parameters for: vLLM would serve what memory holds."""
+
+    def change(tensors: dict) -> None:
+        for name in names:
+            del tensors[name]
+
+    return lambda root: prepared_from(root, change, **config)
+
+
+def plain(tensors: dict) -> None:
+    """down_proj of layer 1 as a plain matrix."""
+    del tensors[f"{LAYER}.weight_scale"]
+    tensors[f"{LAYER}.weight"] = torch.ones(256, 1024, dtype=torch.bfloat16)
+
+
+EXCLUDED = quant_config(exclude=["lm_head", LAYER])
+
+
+def plain_without_bias(root: Path) -> None:
+    """Every layer that is MXFP4 has its bias."""
+
+    def change(tensors: dict) -> None:
+        plain(tensors)
+        for name in [name for name in tensors if name.endswith(".weight_scale")]:
+            rows = tensors[name].shape[0]
+            bias = torch.ones(rows, dtype=torch.bfloat16)
+            tensors[name.replace(".weight_scale", ".bias")] = bias
+
+    prepared_from(root, change, attention_bias=True, mlp_bias=True, quantization_config=EXCLUDED)
+
+
+def plain_bias_without_place(root: Path) -> None:
+    def change(tensors: dict) -> None:
+        plain(tensors)
+        tensors[f"{LAYER}.bias"] = torch.ones(256, dtype=torch.bfloat16)
+
+    prepared_from(root, change, quantization_config=EXCLUDED)
+
+
+def plain_attention(root: Path) -> None:
+    """All of it, with biases: qkv_proj is three of them."""
+
+    def change(tensors: dict) -> None:
+        for name in [name for name in tensors if ".self_attn." in name]:
+            if name.endswith("_scale"):
+                del tensors[name]
+            else:
+                rows, packed = tensors[name].shape
+                tensors[name] = torch.full((rows, packed * 2), 0.01, dtype=torch.bfloat16)
+                bias = torch.ones(rows, dtype=torch.bfloat16)
+                tensors[name.replace(".weight", ".bias")] = bias
+
+    excluded = quant_config(exclude=["lm_head", "*self_attn*"])
+    prepared_from(root, change, attention_bias=True, quantization_config=excluded)
+
+
+def plain_missing(root: Path) -> None:
+    def change(tensors: dict) -> None:
+        plain(tensors)
+        del tensors[f"{LAYER}.weight"]
+
+    prepared_from(root, change, quantization_config=EXCLUDED)
 
 
 def flip(root: Path, name: str) -> None:
@@ -213,11 +299,46 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], dict, tuple[str, ...]]] = {
     "unknown tensor": (unknown_tensor, {}, ("does not say what tensor model.more.weight is",)),
     "unused layer": (unused_layer, {}, ("no module or parameter named", "layers.1")),
     "unused layer, sliced": (unused_layer, SLICED, ("no module or parameter", "layers.1")),
-    "edited config": (unused_layer, VERIFIED, ("config.json: not the one that convert wrote",)),
+    "edited config": (edited_config, {}, ("config.json: not the one that convert wrote",)),
+    "edited config, verified": (edited_config, VERIFIED, ("not the one that convert wrote",)),
+    "head missing": (without("lm_head.weight"), {}, ("did not arrive: lm_head.weight",)),
+    "embeddings missing": (
+        without("model.embed_tokens.weight"),
+        {},
+        ("VocabParallelEmbedding: its weights did not arrive",),
+    ),
+    "biases missing": (
+        without(attention_bias=True),
+        {},
+        ("self_attn.q_proj.bias: ", NOT_STORED),
+    ),
+    "plain weight missing": (plain_missing, {}, (f"{LAYER}.weight: ", NOT_STORED)),
+    "plain bias missing": (plain_without_bias, {}, (f"{LAYER}.bias: ", NOT_STORED)),
+    "plain bias without place": (
+        plain_bias_without_place,
+        {},
+        (f"{LAYER}.bias", "adds no bias"),
+    ),
+    "head's bias without place": (add("lm_head.bias"), {}, ("lm_head.bias", "adds no bias")),
+    "bias of nothing": (
+        add("model.layers.1.mlp.act_fn.bias"),
+        {},
+        ("mlp.act_fn.bias: belongs to no layer",),
+    ),
+    "input scale of nothing": (
+        add("model.layers.1.mlp.act_fn.input_scale"),
+        {},
+        ("mlp.act_fn.input_scale: belongs to no layer",),
+    ),
+    "sharded state": (
+        lambda root: None,
+        {"load_format": "sharded_state"},
+        ("--load-format sharded_state", "checks nothing"),
+    ),
     "layer forgotten": (layer_forgotten, {}, (LAYER, "the manifest has no such layer")),
     "unlisted shard": (unlisted_shard, {}, ("index.json: it does not name the files",)),
     "stray shard": (stray_shard, {}, ("more.safetensors: a weight file that mxfp4prep.json",)),
-    "bias without place": (bias_without_place, {}, (f"{LAYER}.bias", "adds no bias")),
+    "bias without place": (add(f"{LAYER}.bias"), {}, (f"{LAYER}.bias", "adds no bias")),
     "flipped weight": (flipped_weight, VERIFIED, (f"{LAYER}.weight", "bytes differ")),
     "flipped norm": (flipped_norm, VERIFIED, ("model.norm.weight", "bytes differ")),
     "unknown option": (
@@ -225,6 +346,13 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], dict, tuple[str, ...]]] = {
         {**VERIFIED, "model_loader_extra_config": {"verfy": True}},
         ("verfy", "one option"),
     ),
+}
+
+
+SERVED: dict[str, tuple[Callable[[Path], None], dict]] = {
+    # name -> what is done to the directory, options
+    "untouched": (lambda root: None, {}),
+    "plain attention with biases": (plain_attention, {}),
 }
 
 
@@ -236,18 +364,22 @@ def whole(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def errors(whole, tmp_path_factory) -> dict[str, str]:
-    """What vLLM stopped with, by name of REFUSALS, "" where it did not."""
+    """What vLLM stopped with, by name of REFUSALS or SERVED, "" where it did not."""
     root = tmp_path_factory.mktemp("broken")
     jobs = []
-    for number, (change, options, _) in enumerate(REFUSALS.values()):
+    cases = {**SERVED, **REFUSALS}
+    for number, (change, options, *_) in enumerate(cases.values()):
         path = root / str(number)
         shutil.copytree(whole, path)
         change(path)
         jobs.append({"model": str(path), "options": options})
     run = run_jobs(root / "run", jobs, PREPARED)
-    return {
-        name: result.get("error", "") for name, result in zip(REFUSALS, run.results, strict=True)
-    }
+    return {name: result.get("error", "") for name, result in zip(cases, run.results, strict=True)}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_serves(errors, name):
+    assert errors[name] == ""
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -259,6 +391,16 @@ def test_refuses(errors, name):
 def test_without_the_plugin_vllm_refuses(whole, tmp_path):
     run = run_jobs(tmp_path, [{"model": str(whole)}], NONE)
     assert "Unknown quantization method: mxfp4prep" in run[0]["error"]
+
+
+def test_relabelled_and_without_the_plugin_shapes_do_not_fit(whole, tmp_path):
+    """With a kernel for Quark's MXFP4, and nobody there who knows the manifest."""
+    path = tmp_path / "relabelled"
+    shutil.copytree(whole, path)
+    relabelled(path)
+    run = run_jobs(tmp_path / "run", [{"model": str(path)}], REFERENCE)
+    assert "AssertionError" in run[0]["error"]
+    assert run.lines("assert", "shape == loaded_weight.shape")
 
 
 def test_ranks_that_would_cut_a_group_of_32(tmp_path):

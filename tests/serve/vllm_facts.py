@@ -33,6 +33,52 @@ def built(model, **options):
         return get_model(vllm_config=config), config
 
 
+def unloaded(model):
+    """The model, built and not loaded, as another process would hand it its parameters; what
+    processing it says, first without a word that this was done already. And whether it then passes
+    and leaves the bytes alone."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import (
+        initialize_model,
+        process_weights_after_loading,
+    )
+    from vllm.model_executor.utils import weights_already_processed
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from mxfp4prep.errors import InvalidCheckpoint
+
+    config = config_of(model)
+    device = torch.device("cpu")
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+        built = initialize_model(config)
+        before = bytes_of(built)
+        said = ""
+        try:
+            process_weights_after_loading(built, config.model_config, device)
+        except InvalidCheckpoint as error:
+            said = str(error)
+        with weights_already_processed():
+            process_weights_after_loading(built, config.model_config, device)
+    methods = {type(getattr(module, "quant_method", None)).__name__ for module in built.modules()}
+    return {"said": said, "kept": bytes_of(built) == before, "methods": sorted(methods)}
+
+
+def replaced(model, declared):
+    """What is said of a prepared checkpoint whose quantization_config is `declared`."""
+    from types import SimpleNamespace
+
+    from mxfp4prep.errors import InvalidManifest
+    from mxfp4prep.integrations.vllm.config import PreparedConfig
+
+    try:
+        PreparedConfig.override_quantization_method(
+            declared, None, SimpleNamespace(_name_or_path=model)
+        )
+    except InvalidManifest as error:
+        return str(error)
+    return ""
+
+
 def bytes_of(model):
     return {
         name: hashlib.sha256(parameter.data.view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -56,6 +102,10 @@ def facts(dense, mixed, moe):
 
     found = {"registered": quantization.QUANTIZATION_METHODS.count("mxfp4prep")}
     found["cuda initialized"] = torch.cuda.is_initialized()
+
+    found["replaced"] = [replaced(dense, declared) for declared in ({}, "quark", None)]
+    found["unloaded experts"] = unloaded(moe)
+    found["unloaded linears"] = unloaded(dense)
 
     model, config = built(dense)
     layer = model.model.layers[0]

@@ -27,6 +27,7 @@ from vllm.model_executor.utils import is_weights_pre_processed
 from mxfp4prep.errors import InvalidCheckpoint, Unsupported
 from mxfp4prep.integrations.vllm.messages import tell_backend, tell_repacking
 from mxfp4prep.integrations.vllm.pieces import Partition, Piece, check_alike, path_of, pieces
+from mxfp4prep.integrations.vllm.plain import NO_PLACE_FOR_BIAS, NOT_STORED, NOT_STORED_HINT
 from mxfp4prep.integrations.vllm.receiving import Arrivals, put, received, stored_of
 from mxfp4prep.integrations.vllm.stored import RESTORE_HINT
 from mxfp4prep.layouts import LAYOUTS, PATHS
@@ -192,7 +193,8 @@ class PreparedLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is u
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Changes no byte: checks that everything is there and chooses the backend.
 
-        Raises InvalidCheckpoint for what is missing, Unsupported for static inputs that differ.
+        Raises InvalidCheckpoint for what is missing, Unsupported for static inputs that differ or a
+        bias that the module has no place for.
         """
         if not is_weights_pre_processed():
             self.arrivals.check()
@@ -265,10 +267,14 @@ def partitions_of(layer: LinearBase, sizes: Sequence[int]) -> list[Partition]:
 
 
 def _check_bias(layer: torch.nn.Module, members: Sequence[LayerRecord]) -> None:
-    """vLLM leaves a bias out that its module has no place for, without a word."""
+    """vLLM leaves a bias out that its module has no place for, and serves whatever memory holds
+    where the module has a place and nothing is stored; both without a word."""
+    has_place = getattr(layer, "bias", None) is not None
     for record in members:
-        if record.bias is not None and getattr(layer, "bias", None) is None:
-            raise Unsupported(record.bias, "vLLM's module for this layer adds no bias")
+        if record.bias is not None and not has_place:
+            raise Unsupported(record.bias, NO_PLACE_FOR_BIAS)
+        if record.bias is None and has_place:
+            raise InvalidCheckpoint(f"{record.name}.bias", NOT_STORED, hint=NOT_STORED_HINT)
 
 
 def _check_input_scale(layer: torch.nn.Module, prefix: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mxfp4prep.errors import InvalidCheckpoint
+from mxfp4prep.errors import InvalidCheckpoint, Unsupported
 from mxfp4prep.layouts import LAYOUTS
 from mxfp4prep.manifest import LayerRecord, StoredTensor
 from mxfp4prep.parallel import Shard
@@ -25,19 +25,30 @@ OPERANDS = ("weight", "scale")
 BYTES = (torch.uint8, torch.float8_e8m0fnu)
 """What a stored scale may be called; both are moved as bytes, never converted."""
 
-WITHOUT_STREAM = frozenset(
-    {"dummy", "ipc_cache", "runai_streamer_sharded", "sharded_state", "tensorizer"}
-)
-"""vLLM's load formats that fill parameters themselves, so that nothing is seen to arrive."""
+UNWATCHED = frozenset({"dummy", "ipc_cache"})
+"""vLLM's load formats where nothing arrives: numbers that mean nothing, and parameters that another
+process has loaded and checked."""
+UNCHECKED = frozenset({"runai_streamer_sharded", "sharded_state", "tensorizer"})
+"""vLLM's load formats that fill parameters from files of their own: nothing is seen to arrive, and
+nobody knows what the bytes were."""
 
 
 class Arrivals:
-    """Which of the expected tensors have arrived."""
+    """Which of the expected tensors have arrived.
+
+    Raises Unsupported for a load format that would fill parameters past this.
+    """
 
     def __init__(self, where: str, expected: Iterable[str], load_format: str) -> None:
+        if load_format in UNCHECKED:
+            raise Unsupported(
+                f"--load-format {load_format}",
+                "fills parameters from files that no manifest describes, and checks nothing",
+                hint="serve with --load-format auto or mxfp4prep",
+            )
         self._where = where
         self._missing = dict.fromkeys(expected)
-        self._is_watched = load_format not in WITHOUT_STREAM
+        self._is_watched = load_format not in UNWATCHED
 
     def note(self, tensor: str) -> None:
         """Tensor `tensor` has arrived."""

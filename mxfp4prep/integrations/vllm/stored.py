@@ -28,16 +28,22 @@ Rename = Callable[[str], str | None]
 RESTORE_HINT = "`mxfp4prep restore` gives the Quark checkpoint back, for what cannot be served so"
 
 
+LEFT_OUT = frozenset({"bias", "input_scale", "weight_scale"})
+"""Names that vLLM's models drop where they have no place for them."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """An opened checkpoint and the renaming of its model.
 
     layers   the manifest's layers by their own names
+    copied   every other tensor, by its own name
     floats   modules whose weight was copied and is a plain floating one, by their own names
     rename   the model's renaming
     """
 
     layers: Mapping[str, LayerRecord]
+    copied: frozenset[str]
     floats: frozenset[str]
     topology: Topology
     rename: Rename
@@ -50,6 +56,11 @@ class Stored:
     @cached_property
     def _plain(self) -> frozenset[str]:
         return frozenset(name for own in self.floats if (name := self.rename(own)))
+
+    @cached_property
+    def tensors(self) -> frozenset[str]:
+        """Every tensor that was copied, by vLLM's names."""
+        return frozenset(name for own in self.copied if (name := self.rename(own)))
 
     @cached_property
     def _experts(self) -> dict[str, tuple[str, list[LayerRecord]]]:
@@ -71,7 +82,7 @@ class Stored:
         """
         if prefix in self.records:
             return (self.records[prefix],)
-        names = self._parts(prefix, packed)
+        names = self.parts(prefix, packed)
         found = [self.records[name] for name in names if name in self.records]
         if found and len(found) < len(names):
             missing = [name for name in names if name not in self.records]
@@ -85,10 +96,11 @@ class Stored:
 
     def is_plain(self, prefix: str, packed: Mapping[str, Sequence[str]]) -> bool:
         """Whether module `prefix`, or every part of it, is stored with a plain floating weight."""
-        return all(name in self._plain for name in self._parts(prefix, packed) or [prefix])
+        return all(name in self._plain for name in self.parts(prefix, packed) or [prefix])
 
     @staticmethod
-    def _parts(prefix: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
+    def parts(prefix: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
+        """The modules that module `prefix` is fused from; none where it is not known to be."""
         parent, dot, leaf = prefix.rpartition(".")
         return [f"{parent}{dot}{part}" for part in packed.get(leaf, ())]
 
@@ -137,7 +149,8 @@ class Stored:
 
 def open_stored(root: Path, rename: Rename, *, is_download: bool = False) -> Stored:
     """The prepared checkpoint in directory `root`, whose files have been checked against each other
-    unless there are no weights at all (they may be streamed from elsewhere).
+    and config.json against its digest, unless there are no weights at all (they may be streamed
+    from elsewhere).
 
     is_download   of a model on the Hub: vLLM fetches weights that are not there yet
 
@@ -145,14 +158,28 @@ def open_stored(root: Path, rename: Rename, *, is_download: bool = False) -> Sto
     """
     prepared = open_prepared(root)
     manifest = prepared.manifest
+    copied = frozenset(tensor.name for tensor in manifest.tensors)
+    _check_vectors(manifest.layers, copied)
     floats: frozenset[str] = frozenset()
     here = [(root / record.name).exists() for record in prepared.files("shard")]
     if any(here) and not (is_download and not all(here)):
-        opened = open_for_serving(root, verify=False)
+        opened = open_for_serving(root, verify=True)
         _check_files(opened)
         floats = _floats(opened)
     topology = Topology.from_config(prepared.config)
-    return Stored({record.name: record for record in manifest.layers}, floats, topology, rename)
+    layers = {record.name: record for record in manifest.layers}
+    return Stored(layers, copied, floats, topology, rename)
+
+
+def _check_vectors(layers: Iterable[LayerRecord], copied: frozenset[str]) -> None:
+    """Refuses a bias or a scale that belongs to nothing: the loading of vLLM's models leaves out
+    such names when no module has them, without a word."""
+    used = {tensor for record in layers for tensor in (record.bias, record.input_scale)}
+    for name in sorted(copied - used):
+        module, _, leaf = name.rpartition(".")
+        if leaf in LEFT_OUT and f"{module}.weight" not in copied:
+            what = "belongs to no layer that is stored, and vLLM would leave it out"
+            raise InvalidCheckpoint(name, what, hint=RESTORE_HINT)
 
 
 def _check_files(opened: Opened) -> None:
