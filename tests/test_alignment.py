@@ -115,7 +115,7 @@ def test_stricter_keeps_the_first_of_equals():
 
 def test_every_reason_a_verdict_can_give_is_explained():
     given = {"scale_rows", "scale_cols", "bad_tile", "not_2d"}
-    given |= {"group_part", "mixed_group", "kept", "forced"}
+    given |= {"group_part", "mixed_group", "kept", "forced", "engine", "engine_all", "engine_pad"}
     given |= {"split_rows", "split_cols", "split_groups"}
     assert given == set(REASONS)
 
