@@ -78,8 +78,14 @@ def _read_config(root: Path) -> dict[str, Any]:
         raise InvalidManifest(
             root, f"not a prepared checkpoint: no {MANIFEST_NAME}", hint=CONVERT_HINT
         )
-    facts = (("quant_method", QUANT_METHOD), ("format_version", FORMAT_VERSION))
-    for key, expected in (*facts, ("manifest", MANIFEST_NAME)):
+    check_marks(declared)
+    return config
+
+
+def check_marks(declared: Mapping[str, object]) -> None:
+    """Raises InvalidManifest unless config.json's `quantization_config` is of this version."""
+    marks = (("quant_method", QUANT_METHOD), ("format_version", FORMAT_VERSION))
+    for key, expected in (*marks, ("manifest", MANIFEST_NAME)):
         found = declared.get(key)
         if found != expected or isinstance(found, bool):
             raise InvalidManifest(
@@ -89,7 +95,6 @@ def _read_config(root: Path) -> dict[str, Any]:
                 expected=repr(expected),
                 hint=CONVERT_HINT,
             )
-    return config
 
 
 def _check_names(manifest: Manifest) -> None:

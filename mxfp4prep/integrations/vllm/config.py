@@ -26,8 +26,8 @@ from mxfp4prep.integrations.vllm.experts import PreparedExpertsMethod
 from mxfp4prep.integrations.vllm.linear import PreparedLinearMethod
 from mxfp4prep.integrations.vllm.plain import PlainEmbeddingMethod, checked_linear
 from mxfp4prep.integrations.vllm.stored import RESTORE_HINT, Stored, directory_of, open_stored
-from mxfp4prep.marks import FORMAT_VERSION, MANIFEST_NAME, QUANT_METHOD
-from mxfp4prep.prepared import CONVERT_HINT
+from mxfp4prep.marks import MANIFEST_NAME, QUANT_METHOD
+from mxfp4prep.prepared import CONVERT_HINT, check_marks
 
 ORIGINAL = "source_quantization_config"
 
@@ -55,17 +55,7 @@ class PreparedConfig(QuarkConfig):  # type: ignore[misc]  # vLLM is untyped here
 
         Raises InvalidManifest for another version, or where the original config is not there.
         """
-        facts = (("format_version", FORMAT_VERSION), ("manifest", MANIFEST_NAME))
-        for key, expected in facts:
-            found = config.get(key)
-            if found != expected or isinstance(found, bool):
-                raise InvalidManifest(
-                    f"config.json: quantization_config.{key}",
-                    "not what this version of mxfp4prep reads",
-                    found=repr(found),
-                    expected=repr(expected),
-                    hint=CONVERT_HINT,
-                )
+        check_marks(config)
         original = config.get(ORIGINAL)
         if not isinstance(original, Mapping):
             what = "the original quantization config is not there"
