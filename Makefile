@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 
 SERVE_PIP := $(SERVE_VENV)/bin/python -m pip --disable-pip-version-check install -q $(PIP_ARGS)
 
-.PHONY: demo test test-serve aiter lint format schemas bench coverage clean help
+.PHONY: demo test test-serve packages reliability aiter lint format schemas bench coverage clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -22,6 +22,15 @@ test: $(VENV)/.dev     ## run the whole test suite
 test-serve: $(SERVE_VENV)/.serve $(VENV)/.dev ## serve with the real engines: another environment, 4 GB, about 20 minutes
 	MXFP4PREP_ENGINES=1 $(SERVE_VENV)/bin/python -m pytest tests/serve $(ARGS)
 	MXFP4PREP_ENGINES=1 $(BIN)/python -m pytest -n auto tests/serve/test_transformers.py tests/serve/test_transformers_placement.py $(ARGS)
+
+# tests/RELIABILITY.md: what the suites tried, counted by the tests themselves.
+reliability: $(VENV)/.dev ## run the suite and the packaging tests, and write tests/RELIABILITY.md of what they tried
+	rm -f .counts.json
+	MXFP4PREP_COUNTS=$(CURDIR)/.counts.json $(MAKE) test packages
+	$(BIN)/python tests/reliability.py .counts.json
+
+packages: $(VENV)/.dev ## build wheel and sdist, and test them in clean environments
+	$(BIN)/python tests/packages/run.py
 
 aiter: $(VENV)/.dev    ## fetch ROCm's aiter (40 MB) beside, not into, the environment: more tests run then
 	$(PIP) --no-deps --upgrade --target .aiter-site amd-aiter==0.1.7.post2.dev18
@@ -66,4 +75,4 @@ $(SERVE_VENV)/.serve: pyproject.toml
 	touch $@
 
 clean:           ## remove the virtual environments and caches
-	rm -rf $(VENV) $(SERVE_VENV) .aiter-site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(SERVE_VENV) .aiter-site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage* .counts.json

@@ -11,6 +11,9 @@ if not torch.cuda.is_available():  # before anything imports triton: kernels ask
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+from reliability import Counter, tried
+
+__all__ = ["tried"]
 
 # Two test processes share two cores: with more threads each, small matrices take five times longer.
 torch.set_num_threads(1)
@@ -28,6 +31,11 @@ LOOKALIKES = {
     "lookalike-mxfp6-e2m3": "mxfp6_e2m3",
     "lookalike-nvfp4": "nvfp4",
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Counts what the tests say they tried; see `reliability`."""
+    config.pluginmanager.register(Counter(), "tried-counter")
 
 
 def with_path(*first: object) -> dict[str, str]:
