@@ -93,7 +93,7 @@ def check_marks(declared: Mapping[str, object]) -> None:
                 "not what this version of mxfp4prep reads",
                 found=repr(found),
                 expected=repr(expected),
-                hint=CONVERT_HINT,
+                hint=f"install the mxfp4prep that wrote it, or {CONVERT_HINT}",
             )
 
 

@@ -41,6 +41,8 @@ SMALL = {
 }
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 FP8_INPUT = {**FP8_WEIGHT, "qscheme": "per_tensor", "ch_axis": None}
+FP8_PER_TENSOR = {**FP8_INPUT, "is_dynamic": True}
+FP8_PER_TOKEN = {**FP8_PER_TENSOR, "qscheme": "per_channel", "ch_axis": 1}
 IDS = torch.randint(0, 128, (2, 7), generator=torch.Generator().manual_seed(3))
 
 
@@ -139,18 +141,18 @@ def quark_like(
     leaves: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     rename: Callable[[str], str] = lambda name: name,
     plain: tuple[str, ...] = ("lm_head",),
-    static: bool = False,
+    inputs: dict | None = None,
 ) -> nn.Module:
     """A W4A16 checkpoint at `root`; the float model that it means.
 
     plain    what stays BF16, by any part of its name
-    static   W4A8 instead, with a scale for the inputs of each layer and each expert
+    inputs   W4A8 instead, as this spec says; static inputs have a scale for each layer and expert
     """
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     writer, done = Writer(), set()
-    writer.input_scale = 0.03 if static else None
+    writer.input_scale = 0.03 if inputs == FP8_INPUT else None
     for name, module in model.named_modules():
         if any(part in name for part in plain):
             continue
@@ -179,7 +181,7 @@ def quark_like(
     document = json.loads(config.to_json_string())
     document["architectures"] = [type(model).__name__]
     document["quantization_config"] = quant_config(
-        global_quant_config=quant_layer(inputs=FP8_INPUT if static else None), exclude=list(plain)
+        global_quant_config=quant_layer(inputs=inputs), exclude=list(plain)
     )
     (root / "config.json").write_text(json.dumps(document))
     return model
@@ -242,7 +244,7 @@ def test_experts_stored_for_different_paths(tmp_path):
 
 def test_static_inputs_of_experts(tmp_path):
     """Each expert has its own scale; the runtime's bank of the same checkpoint is the reference."""
-    quark_like(tmp_path / "quark", qwen3_moe(), static=True)
+    quark_like(tmp_path / "quark", qwen3_moe(), inputs=FP8_INPUT)
     path = prepare(tmp_path / "quark", tmp_path / "prepared")
     mine = loaded(path).model.layers[0].mlp.experts
     theirs = mxfp4prep.load(path).experts("model.layers.0.mlp.experts")
@@ -258,7 +260,7 @@ def test_static_inputs_of_experts(tmp_path):
 
 def test_gate_and_up_that_contradict(tmp_path):
     """One input has one scale; transformers would say that there was some issue."""
-    quark_like(tmp_path / "quark", qwen3_moe(), static=True)
+    quark_like(tmp_path / "quark", qwen3_moe(), inputs=FP8_INPUT)
     name = "model.layers.1.mlp.experts.3.up_proj.input_scale"
     for shard in (tmp_path / "quark").glob("*.safetensors"):
         tensors = load_file(shard)
@@ -374,7 +376,7 @@ def test_banks_stored_as_one_tensor(tmp_path, config, leaves, form, width):
 
 @pytest.mark.parametrize("form", ["one for each expert", "one for all"])
 def test_static_inputs_of_banks_stored_as_one_tensor(tmp_path, form):
-    quark_like(tmp_path / "quark", qwen3_moe(), static=True)
+    quark_like(tmp_path / "quark", qwen3_moe(), inputs=FP8_INPUT)
     stack_experts(tmp_path / "quark", "fused")
     scales = torch.tensor([0.02, 0.04, 0.06, 0.08])
     if form == "one for all":

@@ -9,14 +9,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from mxfp4prep.documents import CONFIG_NAME
 from mxfp4prep.errors import InvalidManifest
 from mxfp4prep.marks import FORMAT_VERSION, MANIFEST_NAME, QUANT_METHOD
+from mxfp4prep.prepared import CONVERT_HINT, check_marks
 
 
 class Mxfp4PrepConfig(QuantizationConfigMixin):
     """The keys of config.json's `quantization_config`, kept as they are.
 
-    Only the version is looked at here; the whole is checked when the checkpoint is opened.
+    Whether it is all there is checked when the checkpoint is opened.
 
-    Raises InvalidManifest for another version or a key that this one does not know.
+    Raises InvalidManifest for marks of another version or a key that this one does not know.
     """
 
     def __init__(
@@ -27,17 +28,13 @@ class Mxfp4PrepConfig(QuantizationConfigMixin):
         quant_method: str = QUANT_METHOD,
         **unknown: object,
     ) -> None:
-        where = f"{CONFIG_NAME}: quantization_config"
-        if format_version != FORMAT_VERSION or isinstance(format_version, bool):
-            raise InvalidManifest(
-                f"{where}.format_version",
-                "not what this version of mxfp4prep reads",
-                found=repr(format_version),
-                expected=FORMAT_VERSION,
-                hint="install the mxfp4prep that wrote it, or convert the source again",
-            )
+        check_marks(
+            {"quant_method": quant_method, "format_version": format_version, "manifest": manifest}
+        )
         if unknown:
-            raise InvalidManifest(where, "unknown keys", found=", ".join(sorted(unknown)))
+            where = f"{CONFIG_NAME}: quantization_config"
+            found = ", ".join(sorted(unknown))
+            raise InvalidManifest(where, "unknown keys", found=found, hint=CONVERT_HINT)
         self.quant_method = quant_method  # type: ignore[assignment]  # an Enum of known ones
         self.format_version = format_version
         self.manifest = manifest

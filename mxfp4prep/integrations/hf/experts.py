@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from mxfp4prep.errors import InvalidCheckpoint, Unsupported, UsageError
-from mxfp4prep.integrations.hf.cutting import Axis, check_cut, cut_matrix, moved, slicing_of
-from mxfp4prep.layouts import LAYOUTS, PATHS
+from mxfp4prep.errors import Unsupported, UsageError
+from mxfp4prep.integrations.hf.bank import Bank
+from mxfp4prep.integrations.hf.cutting import Axis, check_cut, cut_matrix, moved
+from mxfp4prep.integrations.hf.inputs import DYNAMIC_FP8
 from mxfp4prep.runtime import ops  # noqa: F401 - defines torch.ops.mxfp4prep
-from mxfp4prep.runtime.agreement import path_name
 from mxfp4prep.runtime.backends import Needs, choose_backend
 from mxfp4prep.runtime.exact import ExactScales
 from mxfp4prep.runtime.input_quant import input_quant_of
 from mxfp4prep.runtime.linear import check_input
-from mxfp4prep.runtime.slices import RepackWarning, byte_columns
+from mxfp4prep.runtime.slices import RepackWarning
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mxfp4prep.manifest import LayerRecord
-    from mxfp4prep.runtime.gathering import Gathered, Stack
+    from mxfp4prep.runtime.gathering import Gathered
 
 
 class Gate(NamedTuple):
@@ -35,38 +34,10 @@ class Gate(NamedTuple):
     order: str
 
 
-class Bank(NamedTuple):
-    """One of the two banks, before a byte of it is there.
-
-    param    what its parameter is called
-    stacks   what is stored of each expert, in order
-    path     the path whose layouts it has
-    n, k     of one expert's matrix
-    """
-
-    param: str
-    stacks: Sequence[Stack]
-    path: str
-    n: int
-    k: int
-
-    @property
-    def parts(self) -> tuple[LayerRecord, ...]:
-        """The records of the first expert's matrices, whose rows follow each other."""
-        return tuple(member.record for member in self.stacks[0])
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether some of it is stored for another path and has to be repacked."""
-        return any(
-            path_name(member.record) != self.path for stack in self.stacks for member in stack
-        )
-
-    def shape(self, operand: str) -> tuple[int, ...]:
-        """Of the parameter that holds "weight" or "scale"."""
-        layout = LAYOUTS[PATHS[self.path][operand == "scale"]]
-        columns = byte_columns(operand, (0, self.k))[1]
-        return len(self.stacks), *layout.stored_shape(self.n, columns)
+def split(param: str) -> tuple[str, str]:
+    """("gate_up_proj" or "down_proj", what of that bank): the name of a parameter or buffer."""
+    root = "down_proj" if param.startswith("down_proj") else "gate_up_proj"
+    return root, param.removeprefix(root).removeprefix("_") or "weight"
 
 
 class StoredExperts(ExactScales):
@@ -109,8 +80,8 @@ class StoredExperts(ExactScales):
         self._adds_bias = True
         self._chosen: dict[tuple[str, str | None], str] = {}
         self.banks = {
-            "gate_up_proj": _bank("gate_up_proj", gathered.w13, 2 * down.k, down.n),
-            "down_proj": _bank("down_proj", gathered.w2, down.n, down.k),
+            "gate_up_proj": Bank.of(f"{name}.gate_up_proj", gathered.w13, 2 * down.k, down.n),
+            "down_proj": Bank.of(f"{name}.down_proj", gathered.w2, down.n, down.k),
         }
         self.paths = {param: bank.path for param, bank in self.banks.items()}
         mixed = [param for param, bank in self.banks.items() if bank.is_mixed]
@@ -198,62 +169,31 @@ class StoredExperts(ExactScales):
             self._backend_on(self.down_proj.device.type, self.intermediate_dim)
 
     def assemble(self, param: str, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-        """What parameter or buffer `param` holds, from tensors as they are stored.
-
-        parts   for each part of an expert's matrix (gate, up) the tensors of the experts here, or
-                one tensor with those of all
-
-        Raises InvalidCheckpoint where experts are missing, or where gate and up contradict.
-        """
-        root = "down_proj" if param.startswith("down_proj") else "gate_up_proj"
-        bank, what = self.banks[root], param.removeprefix(root).removeprefix("_") or "weight"
-        lists = [_each(bank.parts[at], tensors) for at, tensors in enumerate(parts)]
+        """What parameter or buffer `param` holds, from tensors as stored: see Bank.assemble."""
+        root, what = split(param)
+        bank = self.banks[root]
         # buffers are never sharded: under expert parallelism they come whole, see keep_block
         count = len(bank.stacks) if what == "input_scale" else self.num_experts
-        if {len(tensors) for tensors in lists} != {count}:
-            found = ", ".join(str(len(tensors)) for tensors in lists)
-            raise InvalidCheckpoint(f"{self.name}.{param}", "experts", found=found, expected=count)
-        if what == "input_scale":
-            stacked = [torch.stack([t.float().reshape(()) for t in tensors]) for tensors in lists]
-            if any(not torch.equal(stacked[0], other) for other in stacked[1:]):
-                where = f"{self.name}.{param}"
-                raise Unsupported(where, "gate and up have different input scales for one input")
-            return stacked[0]
-        if what == "bias":
-            return torch.stack([torch.cat(rows) for rows in zip(*lists, strict=True)])
-        matrices = [[t.view(torch.uint8) for t in rows] for rows in zip(*lists, strict=True)]
-        if bank.is_mixed:
-            rows_of = enumerate(matrices)
-            return torch.stack([self._repacked(bank, what, at, rows) for at, rows in rows_of])
-        turned = PATHS[bank.path][what == "scale"] == "transposed"
-        return _beside(matrices, dim=int(turned))
-
-    def _repacked(self, bank: Bank, operand: str, at: int, rows: Sequence[Tensor]) -> Tensor:
-        plain = []
-        columns = byte_columns(operand, (0, bank.k))[1]
-        for member, tensor in zip(bank.stacks[at], rows, strict=True):
-            layout = LAYOUTS[PATHS[path_name(member.record)][operand == "scale"]]
-            plain.append(layout.inverse(tensor, member.record.n, columns))
-        return LAYOUTS[PATHS[bank.path][operand == "scale"]].forward(torch.cat(plain))
+        return bank.assemble(what, parts, count)
 
     def shard_dim(self, param: str, axis: Axis, size: int) -> int | None:
         """As StoredLinear.shard_dim, for banks: gate and up rows, down columns."""
-        root = "down_proj" if param.startswith("down_proj") else "gate_up_proj"
+        root, what = split(param)
         width = self.intermediate_dim
         check_cut(f"{self.name}.{root}", axis, (width, width), size)
-        dims = self._slicing(self.banks[root], axis, size)
-        suffix = param.removeprefix(root)
-        if dims is None or suffix not in ("", "_scale"):
+        if self.input_quant in DYNAMIC_FP8 and size > 1:
+            raise Unsupported(
+                f"{self.name}.down_proj",
+                "the scales of its FP8 inputs are taken from whole rows, of which each rank would "
+                "have a part",
+                found=f"dynamic FP8 inputs at tp {size}",
+                expected="whole experts on each rank",
+                hint=f"DistributedConfig(tp_size={size}, ep_size={size}) spreads whole experts",
+            )
+        dims = self.banks[root].slicing(axis, size)
+        if dims is None or what not in ("weight", "scale"):
             return None
-        return 1 + dims[suffix == "_scale"]
-
-    def _slicing(self, bank: Bank, axis: Axis, size: int) -> tuple[int, int] | None:
-        """None also where a tensor holds gate and up of an expert, or all experts: transformers
-        would take one run of rows."""
-        if bank.is_mixed or any(record.experts or record.gate_up for record in bank.parts):
-            return None
-        record = bank.parts[0]
-        return slicing_of(bank.path, record.n, record.k, axis, size)
+        return 1 + dims[what == "scale"]
 
     def cut(self, rank: int, size: int) -> None:
         """Replaces whole tensors that could not be read in pieces by this rank's."""
@@ -261,7 +201,7 @@ class StoredExperts(ExactScales):
         mine = [*self._rows_of(rank, size)]
         for param, axis in axes:
             bank = self.banks[param]
-            if self._slicing(bank, axis, size) is not None:
+            if bank.slicing(axis, size) is not None:
                 continue
             pair = getattr(self, param).data, getattr(self, f"{param}_scale").data
             ranges = mine if axis == "rows" else None
@@ -298,27 +238,3 @@ class StoredExperts(ExactScales):
             f"intermediate={self.intermediate_dim}, paths={'+'.join(self.paths.values())}, "
             f"activation={self.gate.activation}, gate_up={self.gate.order}"
         )
-
-
-def _bank(param: str, stacks: Sequence[Stack], n: int, k: int) -> Bank:
-    paths = {path_name(member.record) for stack in stacks for member in stack}
-    return Bank(param, stacks, paths.pop() if len(paths) == 1 else "triton", n, k)
-
-
-def _each(record: LayerRecord, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """One tensor an expert; a bank may have one input scale for all of them."""
-    if record.experts is None:
-        return tensors
-    (bank,) = tensors
-    return (bank if bank.dim() else bank.expand(record.experts)).unbind(0)
-
-
-def _beside(matrices: Sequence[Sequence[Tensor]], dim: int) -> Tensor:
-    """(experts, rows, columns): each expert's parts along `dim`. Every byte is copied once."""
-    first = matrices[0]
-    shape = list(first[0].shape)
-    shape[dim] = sum(part.shape[dim] for part in first)
-    bank = first[0].new_empty((len(matrices), *shape))
-    for out, parts in zip(bank, matrices, strict=True):
-        torch.cat(list(parts), dim=dim, out=out)
-    return bank

@@ -18,6 +18,7 @@ from mxfp4prep import mxfp4
 from mxfp4prep.documents import CONFIG_NAME
 from mxfp4prep.errors import InvalidCheckpoint, Unsupported
 from mxfp4prep.integrations.hf.cutting import Axis, check_cut
+from mxfp4prep.integrations.hf.inputs import quantize_fp8
 from mxfp4prep.prepared import VERIFY_HINT
 from mxfp4prep.quark.binding import bind
 from mxfp4prep.quark.patterns import parse_patterns
@@ -26,6 +27,7 @@ from mxfp4prep.runtime.reading import DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
     from mxfp4prep.runtime.opening import Opened
 
@@ -42,6 +44,7 @@ class Fp8Linear(ExactScales):
     input_scale   float32, for static inputs, or None
     inputs        what Q is; "token" takes one scale for each position, shared by a batch of
                   sequences, as Quark's per_channel along axis 1 does
+    sharers       the ranks with which it takes the scale of its input, or None
     """
 
     exact_buffers = ("input_scale",)
@@ -56,6 +59,7 @@ class Fp8Linear(ExactScales):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.name, self.inputs = name, inputs
+        self.sharers: DeviceMesh | None = None
         self.quantize_activations = True
         shape = linear.out_features, linear.in_features
         weight, scale = _entry(opened, f"{name}.weight"), _entry(opened, f"{name}.weight_scale")
@@ -94,13 +98,8 @@ class Fp8Linear(ExactScales):
         if self.inputs == "static":
             assert self.input_scale is not None
             return mxfp4.fake_quantize_fp8(x, self.input_scale)
-        if self.inputs == "tensor":
-            return mxfp4.fake_quantize_fp8_per_tensor(x)
-        values = x.float()
-        others = (*range(x.dim() - 2), x.dim() - 1)
-        step = values.abs().amax(others, keepdim=True) / mxfp4.FP8_MAX
-        step = step.masked_fill(step == 0, torch.finfo(torch.float32).eps)
-        return mxfp4.fake_quantize_fp8(values, step)
+        dims = [dim for dim in range(x.dim()) if self.inputs == "tensor" or dim != x.dim() - 2]
+        return quantize_fp8(x, dims, self.sharers)
 
     def get_ready(self) -> None:
         """Nothing: plain torch on any device."""
@@ -111,6 +110,11 @@ class Fp8Linear(ExactScales):
         if param == "weight":
             return 0 if axis == "rows" else 1
         return 0 if axis == "rows" and getattr(self, param).dim() == 1 else None
+
+    def share_inputs(self, mesh: DeviceMesh) -> None:
+        """As StoredLinear.share_inputs."""
+        if self.inputs in ("tensor", "token"):
+            self.sharers = mesh
 
     def cut(self, axis: Axis, rank: int, size: int) -> None:
         """Nothing: every piece is a slice."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from mxfp4prep.errors import InvalidCheckpoint
 from mxfp4prep.integrations.hf.cutting import Axis, check_cut, cut_matrix, moved, slicing_of
+from mxfp4prep.integrations.hf.inputs import DYNAMIC_FP8, quantize_rows
 from mxfp4prep.layouts import PATHS
 from mxfp4prep.runtime import ops  # noqa: F401 - defines torch.ops.mxfp4prep
 from mxfp4prep.runtime.agreement import path_name
@@ -20,6 +21,7 @@ from mxfp4prep.runtime.reading import DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
     from mxfp4prep.manifest import LayerRecord
     from mxfp4prep.runtime.opening import Opened
@@ -35,6 +37,7 @@ class StoredLinear(ExactScales):
     input_scale    float32, for static FP8 inputs, or None
     quantize_activations        False skips what the scheme does to x
     backend        a name from `mxfp4prep.backends()`; None takes the best for the device
+    sharers        the ranks with which it takes the scale of its input, or None
     """
 
     exact_buffers: ClassVar[tuple[str, ...]] = ("input_scale",)
@@ -64,6 +67,7 @@ class StoredLinear(ExactScales):
         self.input_quant = input_quant_of(record.scheme, record.activation, record.name)
         self.quantize_activations = True
         self.backend = backend
+        self.sharers: DeviceMesh | None = None
         self._chosen: dict[tuple[str, str | None], str] = {}
         for name, tensor in (
             ("weight", record.weight.tensor),
@@ -85,22 +89,25 @@ class StoredLinear(ExactScales):
         """(..., n) in x's dtype, from x (..., k) bfloat16, float16 or float32; n and k are this
         rank's. Raises UsageError for another width, dtype or device."""
         weight, scale = self.weight.view(torch.uint8), self.weight_scale.view(torch.uint8)
-        rows, columns = weight.shape
-        n, k = (16 * rows, columns // 8) if self.path == "asm" else (rows, 2 * columns)
+        n, columns = weight.shape
+        n, k = (16 * n, columns // 8) if self.path == "asm" else (n, 2 * columns)
         check_input(self.name, x, k, weight)
-        input_scale = self.input_scale
+        input_scale, rows = self.input_scale, x.reshape(-1, k)
+        input_quant = self.input_quant if self.quantize_activations else "none"
+        if self.sharers is not None and self.quantize_activations:
+            rows, input_quant = quantize_rows(rows, input_quant, self.sharers), "none"
         y: Tensor = torch.ops.mxfp4prep.gemm(
-            x.reshape(-1, k),
+            rows,
             weight,
             scale,
             n,
             self.path,
-            self.input_quant if self.quantize_activations else "none",
+            input_quant,
             self.bias,
             None if input_scale is None else input_scale.reshape(()),
             self._backend_on(x.device.type, k),
         )
-        return y.reshape(*x.shape[:-1], n)
+        return y.to(x.dtype).reshape(*x.shape[:-1], n)
 
     def _backend_on(self, device: str, k: int) -> str:
         key = device, self.backend
@@ -122,6 +129,11 @@ class StoredLinear(ExactScales):
             return 0 if axis == "rows" else None
         dims = slicing_of(self.path, self.out_features, self.in_features, axis, size)
         return None if dims is None else dims[param == "weight_scale"]
+
+    def share_inputs(self, mesh: DeviceMesh) -> None:
+        """Has the ranks of `mesh` take the scale of an input together of which each has columns."""
+        if self.input_quant in DYNAMIC_FP8:
+            self.sharers = mesh
 
     def cut(self, axis: Axis, rank: int, size: int) -> None:
         """Replaces whole tensors that could not be read in pieces by this rank's, repacked."""

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.quantizers.base import HfQuantizer
 
 from mxfp4prep.errors import Unsupported
-from mxfp4prep.integrations.hf.experts import StoredExperts
+from mxfp4prep.integrations.hf.experts import StoredExperts, split
 from mxfp4prep.integrations.hf.fp8 import Fp8Linear
 from mxfp4prep.integrations.hf.linear import StoredLinear
 
@@ -64,6 +64,8 @@ class StoredStyle:
             self._inner.shard_param(module, param, mesh)
             return
         axis: Axis = self._share
+        if axis == "columns" and not isinstance(module, StoredExperts):
+            module.share_inputs(mesh)
         dim = module.shard_dim(param, axis, size)
         if dim is not None:
             module._parameters[param] = _distributed(module, meta, mesh, dim, axis)
@@ -83,9 +85,14 @@ def _distributed(
 
 
 def check(model: PreTrainedModel) -> None:
-    """Raises Unsupported where the release of transformers is too old for what was asked."""
+    """Raises Unsupported for stages of a pipeline, and where the release of transformers is too old
+    for what was asked."""
     config = getattr(model.config, "distributed_config", None)
-    sizes = [getattr(config, f"{kind}_size", None) or 1 for kind in ("tp", "ep", "pp", "dp")]
+    stages, *sizes = (getattr(config, f"{kind}_size", None) or 1 for kind in ("pp", "tp", "ep"))
+    if stages > 1:
+        what = "a prepared checkpoint is not cut into stages of a pipeline"
+        hint = "tp_size and ep_size spread it over ranks, a device_map over the GPUs of one process"
+        raise Unsupported("DistributedConfig.pp_size", what, found=stages, hint=hint)
     if max(sizes) > 1 and not hasattr(HfQuantizer, "update_parallel_plan"):
         import transformers
 
@@ -108,7 +115,7 @@ def extend(plan: dict[str, str], modules: Mapping[str, nn.Module]) -> None:
         name = replace_layer_number_by_wildcard(path)
         for param in module._parameters:
             key = f"{name}.{param}"
-            root = _root(param) if isinstance(module, StoredExperts) else None
+            root = split(param)[0] if isinstance(module, StoredExperts) else None
             style = plan.get(name if root is None else f"{name}.{root}")
             if style is None or style in WHOLE:
                 continue
@@ -117,10 +124,6 @@ def extend(plan: dict[str, str], modules: Mapping[str, nn.Module]) -> None:
                 raise Unsupported(path, what, expected=", ".join(SHARES))
             added[key] = _registered(style)
     plan.update(added)
-
-
-def _root(param: str) -> str:
-    return "down_proj" if param.startswith("down_proj") else "gate_up_proj"
 
 
 def _registered(style: str) -> str:

@@ -12,8 +12,8 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
 from mxfp4prep.errors import UsageError
-from mxfp4prep.integrations.hf import banks, parallelism, saving, strictness
-from mxfp4prep.integrations.hf.naming import Names
+from mxfp4prep.integrations.hf import converters, parallelism, saving, strictness
+from mxfp4prep.integrations.hf.naming import Names, check_renamings
 from mxfp4prep.integrations.hf.opening import open_checkpoint_of
 from mxfp4prep.integrations.hf.swapping import Swapped, swap
 
@@ -49,11 +49,12 @@ def set_wishes(wishes: Wishes) -> None:
 
 @dataclass(slots=True)
 class Loading:
-    """One model being loaded: its checkpoint, what was put into it, and each tensor's dtype and
-    shape, as they have to be in the end."""
+    """One model being loaded: its checkpoint, what was put into it, how its class renames tensors,
+    and each tensor's dtype and shape, as they have to be in the end."""
 
     opened: Opened
     swapped: Swapped
+    renamings: Sequence[WeightRenaming]
     dtypes: dict[str, torch.dtype]
     shapes: dict[str, torch.Size]
 
@@ -94,7 +95,7 @@ class Mxfp4PrepQuantizer(HfQuantizer):
         state = model.state_dict()
         dtypes = {name: tensor.dtype for name, tensor in state.items()}
         shapes = {name: tensor.shape for name, tensor in state.items()}
-        self.loading = Loading(opened, swapped, dtypes, shapes)
+        self.loading = Loading(opened, swapped, names.renamings, dtypes, shapes)
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
         """Says of every parameter that we put there along which dimension it is sliced."""
@@ -103,15 +104,19 @@ class Mxfp4PrepQuantizer(HfQuantizer):
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel | None = None
     ) -> list[Any]:
-        """The model's conversions, behind those that fill our banks and name our scales."""
+        """The model's conversions, behind those that fill our banks and name our scales.
+
+        Raises Unsupported where a key_mapping renames what is stored.
+        """
         del model
-        stored = self.loading.opened.places
+        stored, layers = self.loading.opened.places, self.loading.opened.manifest.layers
+        check_renamings(weight_conversions, self.loading.renamings, layers)
         renamings = [
             WeightRenaming(pattern, name)
             for pattern, name in RENAMED.items()
             if any(key.endswith(pattern.replace("\\", "").removesuffix("$")) for key in stored)
         ]
-        ours = banks.converters(self.loading.swapped.experts)
+        ours = converters.converters_of(self.loading.swapped.experts)
         return [*renamings, *ours, *weight_conversions]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: object) -> None:
@@ -119,11 +124,12 @@ class Mxfp4PrepQuantizer(HfQuantizer):
         strictness.check_shapes(model, self.loading.shapes)
         parallelism.finish(self.loading.swapped.modules())
         _cast(model, self.loading.dtypes)
-        conversions: Any = banks.own(getattr(model, "_weight_conversions", None) or [])
+        conversions: Any = converters.own(getattr(model, "_weight_conversions", None) or [])
         object.__setattr__(model, "_weight_conversions", conversions)
         settings = saving.settings_of(model)
         save = partial(saving.save, model, opened=self.loading.opened, settings=settings)
         object.__setattr__(model, "save_pretrained", save)
+        object.__setattr__(model, "push_to_hub", partial(saving.push, model))
         for module in self.loading.swapped.modules():
             module.training = False
             module.get_ready()

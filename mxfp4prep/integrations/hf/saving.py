@@ -14,19 +14,13 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-import torch
-import xxhash
+from typing import TYPE_CHECKING, Any
 
 from mxfp4prep import io
 from mxfp4prep.errors import InvalidCheckpoint, UsageError
-from mxfp4prep.integrations.hf.experts import StoredExperts
-from mxfp4prep.integrations.hf.linear import StoredLinear
+from mxfp4prep.integrations.hf.changes import check_unchanged
 from mxfp4prep.marks import MANIFEST_NAME, SUMS_NAME
-from mxfp4prep.prepared import open_prepared, read_digests
-from mxfp4prep.runtime import memory
-from mxfp4prep.runtime.reading import Batch, Reader
+from mxfp4prep.prepared import open_prepared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,23 +55,18 @@ def save(
     settings   `settings_of` the model when it was loaded: a change of them is not saved, and warned
                of
 
-    Shards stay as they are: max_shard_size has no effect. Adapters on the model are saved by
-    transformers itself.
+    Adapters on the model are saved by transformers itself.
 
-    Raises UsageError for a state_dict or an upload, and where tensors are not the checkpoint's any
-    more; IOFailed.
+    Raises UsageError for a state_dict, an upload, or files of other names or another size than the
+    checkpoint's, and where tensors are not the checkpoint's any more; IOFailed.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         type(model).save_pretrained(
             model, save_directory, is_main_process, state_dict, push_to_hub, **rest
         )
         return
-    if state_dict is not None:
-        what = "a state_dict of your own cannot be saved as a prepared checkpoint"
-        raise UsageError("save_pretrained", what, hint="leave it out")
-    if push_to_hub:
-        hint = "save_pretrained(DIR), then `hf upload REPO DIR`"
-        raise UsageError("save_pretrained", "push_to_hub uploads no manifest", hint=hint)
+    _check_arguments(state_dict, push_to_hub, rest)
+    _warn_of_sizes(opened, rest.get("max_shard_size"))
     check_unchanged(model, opened)
     for name in _changed_settings(model, settings):
         warnings.warn(
@@ -87,6 +76,48 @@ def save(
         )
     if is_main_process and _is_first():
         copy_checkpoint(opened.root, Path(save_directory))
+
+
+def push(model: PreTrainedModel, *arguments: Any, **more: Any) -> Any:  # noqa: ANN401
+    """Instead of push_to_hub: raises UsageError, but for adapters, before there is a repository."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return type(model).push_to_hub(model, *arguments, **more)
+    raise _no_upload("push_to_hub")
+
+
+def _no_upload(where: str) -> UsageError:
+    hint = "save_pretrained(DIR), then `hf upload REPO DIR`"
+    return UsageError(where, "transformers would not upload the checkpoint as it is", hint=hint)
+
+
+def _check_arguments(state_dict: object, push_to_hub: bool, rest: Mapping[str, Any]) -> None:
+    if state_dict is not None:
+        what = "a state_dict of your own cannot be saved as a prepared checkpoint"
+        raise UsageError("save_pretrained", what, hint="leave it out")
+    if push_to_hub:
+        raise _no_upload("save_pretrained")
+    for name, wanted in (("variant", None), ("distributed_checkpoint", False)):
+        found = rest.get(name, wanted)
+        if found != wanted:
+            what = "what is saved is the checkpoint, under its own names"
+            raise UsageError(f"save_pretrained: {name}", what, found=found, hint="leave it out")
+
+
+def _warn_of_sizes(opened: Opened, limit: int | str | None) -> None:
+    """One warning where shards, which stay as they are, are larger than was asked for."""
+    if limit is None:
+        return
+    from transformers.utils.hub import convert_file_size_to_int
+
+    nbytes: int = convert_file_size_to_int(limit)
+    large = [r.name for r in opened.manifest.files if r.role == "shard" and r.nbytes > nbytes]
+    if large:
+        warnings.warn(
+            f"max_shard_size {limit} has no effect: shards stay as they are, and {large[0]} is "
+            "larger",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def settings_of(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
@@ -166,79 +197,3 @@ def _copy_file(source: Path, target: Path) -> None:
         io.close(reading)
         io.close(writing)
     io.rename(partial, target)
-
-
-def check_unchanged(model: PreTrainedModel, opened: Opened) -> None:
-    """Raises UsageError where a tensor that is not MXFP4 has other values than the checkpoint's,
-    or where there are other tensors. MXFP4 bytes cannot be trained and are not looked at.
-
-    A cast to another dtype is no change: what is saved has the checkpoint's dtype. Tensors that
-    accelerate has put on disk are not looked at either.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-    stored = {record.name for record in opened.manifest.tensors}
-    pairs = read_digests(open_prepared(opened.root))
-    digests = {name: digest for name, (_, digest) in pairs.items()}
-    ours = set(_ours(model))
-    state = {
-        name: _whole(tensor) for name, tensor in model.state_dict().items() if name not in ours
-    }
-    state = remove_tied_weights_from_state_dict(state, model)
-    reader = Reader(opened)
-    with Batch(reader, torch.device("cpu")) as batch:
-        for name, tensor in revert_weight_conversion(model, state).items():
-            key = _stored_name(name, stored, model.base_model_prefix)
-            if key is None:
-                _changed(name, "is not in the checkpoint")
-            elif not tensor.is_meta and not _is_same(batch, key, tensor, digests.get(key)):
-                _changed(name, "has other values than in the checkpoint")
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """All ranks' pieces of a DTensor, joined; every rank has to ask."""
-    if not hasattr(tensor, "full_tensor"):
-        return tensor.detach()
-    from torch.distributed.tensor import DTensor
-
-    piece = cast("DTensor", tensor.detach())
-    if piece.dtype.itemsize > 1:
-        return piece.full_tensor()
-    local = piece.to_local().view(torch.uint8)  # gloo moves no FP8
-    mesh, placements = piece.device_mesh, piece.placements
-    shape, stride = piece.shape, piece.stride()
-    bytes_of = DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
-    return bytes_of.full_tensor().view(piece.dtype)
-
-
-def _ours(model: PreTrainedModel) -> Iterator[str]:
-    for path, module in model.named_modules():
-        if isinstance(module, StoredExperts):
-            for name, _ in (*module.named_parameters(), *module.named_buffers()):
-                yield f"{path}.{name}"
-        elif isinstance(module, StoredLinear):
-            yield from (f"{path}.weight", f"{path}.weight_scale")
-
-
-def _stored_name(name: str, stored: Collection[str], base: str) -> str | None:
-    """The checkpoint's name of a tensor that the model calls `name`."""
-    older = re.sub(r"(in|out)put_scale$", r"\1put_quantizer.scale", name)  # Quark 0.11's
-    candidates = (name, f"{base}.{name}", older, f"{base}.{older}")
-    return next((key for key in candidates if key in stored), None)
-
-
-def _is_same(batch: Batch, name: str, tensor: Tensor, digest: str | None) -> bool:
-    here = tensor.cpu().contiguous()
-    if xxhash.xxh3_128_hexdigest(memory.view(here.reshape(-1).view(torch.uint8))) == digest:
-        return True
-    before = batch.now(name)
-    return before.shape == here.shape and torch.equal(before.to(here.dtype), here)
-
-
-def _changed(name: str, what: str) -> None:
-    raise UsageError(
-        name,
-        f"{what}: a prepared checkpoint is its source's, and cannot be saved with changes",
-        hint="save what you changed with safetensors.torch.save_file",
-    )

@@ -55,7 +55,7 @@ def be_strict(model: PreTrainedModel, names: Names) -> None:
         said = [f"{_shown(keys)} {what}" for what, keys in lists.items() if keys]
         if said:
             what = f"not the tensors of {type(model).__name__}: {'; '.join(said)}"
-            raise InvalidCheckpoint(model.config.name_or_path, what, hint=VERIFY_HINT)
+            raise InvalidCheckpoint(model.config.name_or_path, what, hint=names.hint)
 
     object.__setattr__(model, HOOK, raising)
 

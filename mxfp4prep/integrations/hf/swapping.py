@@ -14,7 +14,7 @@ from mxfp4prep.errors import InvalidCheckpoint, Unsupported
 from mxfp4prep.integrations.hf.experts import Gate, StoredExperts
 from mxfp4prep.integrations.hf.fp8 import FP8, Fp8Linear, inputs_of_fp8
 from mxfp4prep.integrations.hf.linear import StoredLinear
-from mxfp4prep.integrations.hf.naming import Found, Names
+from mxfp4prep.integrations.hf.naming import KEY_MAPPING, Found, Names
 from mxfp4prep.parallel import Topology
 from mxfp4prep.prepared import VERIFY_HINT
 from mxfp4prep.runtime.cutting import Cutter
@@ -91,7 +91,8 @@ def _place(names: Names, name: str) -> Found | None:
     found = names.find(name)
     if found is None and not names.may_lack(name):
         what = "the model that config.json describes has no such module"
-        raise InvalidCheckpoint(name, what, hint=VERIFY_HINT)
+        hint = names.hint if names.hint != VERIFY_HINT else f"{VERIFY_HINT}; {KEY_MAPPING}"
+        raise InvalidCheckpoint(name, what, hint=hint)
     return found
 
 

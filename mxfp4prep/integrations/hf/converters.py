@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from mxfp4prep.errors import Unsupported
-from mxfp4prep.integrations.hf.experts import Bank, StoredExperts
+from mxfp4prep.integrations.hf.bank import Bank
+from mxfp4prep.integrations.hf.experts import StoredExperts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ class Assemble(ConversionOps):
         return {name: module.assemble(param, [input_dict[source] for source in source_patterns])}
 
 
-def converters(layers: Mapping[str, StoredExperts]) -> list[WeightConverter]:
+def converters_of(layers: Mapping[str, StoredExperts]) -> list[WeightConverter]:
     """What to add to a model's own converters, in front of them.
 
     layers   the model's banks by the name that the loader has for them when it asks converters:
@@ -58,7 +59,7 @@ def converters(layers: Mapping[str, StoredExperts]) -> list[WeightConverter]:
 
 
 def is_ours(conversion: object) -> bool:
-    """Whether a conversion is one of `converters`."""
+    """Whether a conversion is one of `converters_of`."""
     return any(isinstance(op, Assemble) for op in getattr(conversion, "operations", ()))
 
 
@@ -75,17 +76,17 @@ def _sources(module: StoredExperts) -> list[tuple[str, tuple[str, ...]]]:
         for name, tensors in columns.items():
             if all(tensor is not None for tensor in tensors):
                 pairs = zip(bank.parts, tensors, strict=True)
-                found.append((name, tuple(_tail(module, bank, *pair) for pair in pairs)))
+                found.append((name, tuple(_tail(bank, *pair) for pair in pairs)))
     return found
 
 
-def _tail(module: StoredExperts, bank: Bank, record: LayerRecord, tensor: str | None) -> str:
+def _tail(bank: Bank, record: LayerRecord, tensor: str | None) -> str:
     """The pattern that the tensors of all experts match, from that of the first one."""
     assert tensor is not None
     steps = 1 if record.experts is not None else 2
     prefix = ".".join(record.name.split(".")[:-steps])
     if not tensor.startswith(f"{prefix}."):
-        what = f"a tensor of {module.name}.{bank.param} that is not named after it"
+        what = f"a tensor of {bank.name} that is not named after it"
         raise Unsupported(tensor, what, expected=f"{prefix}...")
     rest = tensor.removeprefix(f"{prefix}.")
     if record.experts is None:
