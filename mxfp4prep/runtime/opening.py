@@ -54,9 +54,13 @@ def open_for_serving(path: Path, *, verify: bool) -> Opened:
 
     Raises InvalidManifest, InvalidCheckpoint or Unsupported for whatever does not agree.
     """
-    prepared = open_prepared(path)
+    return checked_for_serving(open_prepared(path), verify=verify)
+
+
+def checked_for_serving(prepared: PreparedFiles, *, verify: bool) -> Opened:
+    """`open_for_serving` of a checkpoint whose manifest and config have been read already."""
     manifest = prepared.manifest
-    places = _read_headers(path, manifest)
+    places = _read_headers(prepared.root, manifest)
     layers = {record.name: record for record in manifest.layers}
     if len(layers) != len(manifest.layers):
         raise InvalidManifest(MANIFEST_NAME, "a layer is listed twice", hint=CONVERT_HINT)

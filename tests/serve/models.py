@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quark_factory import quant_config
+from quark_factory import quant_config, quant_layer
 from safetensors.torch import save_file
 
 from mxfp4prep.checkpoint import open_checkpoint
@@ -50,6 +50,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "shared_expert_intermediate_size": 640,
     },
+    # with one more layer for a draft of the next token but one
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "first_k_dense_replace": 0,
+        "moe_intermediate_size": 256,
+        "n_group": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+    },
 }
 COMMON: dict[str, Any] = {
     "bos_token_id": 1,
@@ -71,17 +88,24 @@ COMMON: dict[str, Any] = {
 }
 
 
-def write_model(root: Path, family: str, *, seed: int = 0, **changes: Any) -> Path:
-    """A Quark W4A4 checkpoint in new directory `root`.
+def write_model(
+    root: Path, family: str, *, seed: int = 0, weights_only: bool = False, **changes: Any
+) -> Path:
+    """A Quark checkpoint in new directory `root`.
 
-    family    a name of FAMILIES
-    changes   of config.json; "quantization_config" replaces Quark's
+    family         a name of FAMILIES
+    weights_only   W4A16, else W4A4
+    changes        of config.json; "quantization_config" replaces Quark's
     """
     config = {**COMMON, **FAMILIES[family], **changes}
-    exclude = ["lm_head"]
-    exclude += [f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"])]
+    layers = range(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
+    exclude = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in layers)]
     gates = [name.replace("mlp.gate", "mlp.shared_expert_gate") for name in exclude[1:]]
-    config.setdefault("quantization_config", quant_config(exclude=exclude + gates))
+    if family == "glm4_moe":
+        exclude.append(f"model.layers.{layers[-1]}.eh_proj")
+    everywhere = quant_layer(inputs=None) if weights_only else quant_layer()
+    quantization = quant_config(exclude=exclude + gates, global_quant_config=everywhere)
+    config.setdefault("quantization_config", quantization)
     tensors = model_tensors(config, torch.Generator().manual_seed(seed))
     root.mkdir(parents=True)
     save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})
@@ -123,7 +147,8 @@ def model_tensors(config: dict[str, Any], generator: torch.Generator) -> dict[st
 
     tied = config["tie_word_embeddings"]
     normal("model.embed_tokens.weight", config["vocab_size"], hidden, std=0.06 if tied else 1.0)
-    for layer in range(config["num_hidden_layers"]):
+    drafts = config.get("num_nextn_predict_layers", 0)
+    for layer in range(config["num_hidden_layers"] + drafts):
         at = f"model.layers.{layer}"
         bias = family.startswith("qwen2")
         linear(f"{at}.self_attn.q_proj", q, hidden, bias)
@@ -134,15 +159,23 @@ def model_tensors(config: dict[str, Any], generator: torch.Generator) -> dict[st
             normal(f"{at}.self_attn.q_norm.weight", head, std=0.1, mean=1)
             normal(f"{at}.self_attn.k_norm.weight", head, std=0.1, mean=1)
         if family.endswith("_moe"):
-            normal(f"{at}.mlp.gate.weight", config["num_experts"], hidden, std=0.1)
-            for expert in range(config["num_experts"]):
+            experts = config.get("num_experts") or config["n_routed_experts"]
+            normal(f"{at}.mlp.gate.weight", experts, hidden, std=0.1)
+            for expert in range(experts):
                 mlp(f"{at}.mlp.experts.{expert}", config["moe_intermediate_size"])
             if family == "qwen2_moe":
                 mlp(f"{at}.mlp.shared_expert", config["shared_expert_intermediate_size"])
                 normal(f"{at}.mlp.shared_expert_gate.weight", 1, hidden, std=0.1)
+            if family == "glm4_moe":
+                tensors[f"{at}.mlp.gate.e_score_correction_bias"] = torch.zeros(experts)
+                mlp(f"{at}.mlp.shared_experts", config["moe_intermediate_size"])
         else:
             mlp(f"{at}.mlp", config["intermediate_size"])
         for norm in ("input_layernorm", "post_attention_layernorm"):
+            normal(f"{at}.{norm}.weight", hidden, std=0.1, mean=1)
+    if drafts:  # its embeddings and its head are the model's, and not stored once more
+        normal(f"{at}.eh_proj.weight", hidden, 2 * hidden, std=0.04)
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
             normal(f"{at}.{norm}.weight", hidden, std=0.1, mean=1)
     normal("model.norm.weight", hidden, std=0.1, mean=1)
     if not tied:

@@ -25,9 +25,10 @@ TOLERANCE = 1e-5
 class Case:
     """A model and how it is prepared.
 
-    model     family and changes of its config, or the name of a fixture
+    model     family and what write_model takes beside, or the name of a fixture
     tp        degrees that it is stored for
     paths     what the manifest's layers are stored for
+    scheme    of all of them, if it is one
     repacked  modules that must be repacked, by the degree it is served at
     engine    options of vLLM
     """
@@ -36,6 +37,7 @@ class Case:
     tp: tuple[int, ...] = (1, 2)
     options: dict[str, Any] = field(default_factory=dict)
     paths: frozenset[str] = frozenset({"asm"})
+    scheme: str | None = "w4a4"
     repacked: dict[int, list[str]] = field(default_factory=dict)
     engine: tuple[tuple[str, Any], ...] = ()
 
@@ -48,6 +50,7 @@ class Case:
 NARROW = (("intermediate_size", 768),)
 """Columns of down_proj: whole tiles of 256, but not half of them."""
 NARROW_EXPERTS = (("moe_intermediate_size", 256),)
+WEIGHTS_ONLY = (("weights_only", True), ("num_hidden_layers", 1))
 BOTH = frozenset({"asm", "triton"})
 CASES = {  # experts first: vLLM sets up no group for them once a dense model ran in a process
     "qwen3-moe-asm": Case(("qwen3_moe", ())),
@@ -66,6 +69,7 @@ CASES = {  # experts first: vLLM sets up no group for them once a dense model ra
         options={"keep": ["*.layers.0.mlp.experts.*", "*.layers.1.self_attn.o_proj"]},
         paths=BOTH,
     ),
+    "qwen3-moe-w4a16": Case(("qwen3_moe", WEIGHTS_ONLY), scheme="w4a16"),
     "llama-asm": Case(("llama", ())),
     "llama-triton": Case(("llama", ()), options={"layout": "triton"}, paths=frozenset({"triton"})),
     "llama-repacked": Case(
@@ -74,7 +78,10 @@ CASES = {  # experts first: vLLM sets up no group for them once a dense model ra
         repacked={2: [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]},
     ),
     "qwen2-mixed": Case(("qwen2", (("intermediate_size", 640),)), paths=BOTH),
-    "fp8-attention": Case("llama-mixed-fp8attn-kvfp8", paths=BOTH),
+    "llama-w4a16": Case(
+        ("llama", (*WEIGHTS_ONLY, ("intermediate_size", 640))), paths=BOTH, scheme="w4a16"
+    ),
+    "fp8-attention": Case("llama-mixed-fp8attn-kvfp8", paths=BOTH, scheme=None),
 }
 
 
@@ -127,7 +134,7 @@ LOADERS = {
     "verified": {"load_format": "mxfp4prep"},
 }
 """Ways to load. The last two must fill parameters with the bytes that the first does."""
-VERIFIED = "qwen2-moe-mixed"
+VERIFIED = AGAIN = "qwen2-moe-mixed"
 LOADED = (
     "qwen3-moe-repacked",
     "qwen3-moe-whole-experts",
@@ -154,6 +161,7 @@ def answered(prepared, tp, tmp_path_factory) -> tuple[dict[tuple[str, str], dict
             "weights": True,
             "options": {**dict(CASES[name].engine), **LOADERS[loader]},
             "load_only": loader == "verified",
+            "again": name == AGAIN and loader == "default",
         }
         for name, loader in pairs
     ]
@@ -170,6 +178,8 @@ def difference(first: dict, second: dict) -> float:
 def test_the_case_is_stored_as_it_says(prepared, name):
     manifest = mxfp4prep.load(prepared[name]).manifest
     assert {record.path for record in manifest.layers} == CASES[name].paths
+    if CASES[name].scheme is not None:
+        assert {record.scheme for record in manifest.layers} == {CASES[name].scheme}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -194,6 +204,14 @@ def test_every_way_to_load_fills_the_same_bytes(expected, answered, name):
     assert answered[0][name, "sliced"]["tokens"] == default["tokens"]
 
 
+def test_processing_weights_again_changes_nothing(answered):
+    """Linear layers and experts, in an engine that runs."""
+    found = answered[0][AGAIN, "default"]
+    assert found["again"]["methods"] == ["PreparedExpertsMethod", "PreparedLinearMethod"]
+    assert found["again"]["tokens"] == found["tokens"]
+    assert found["again"]["logprobs"] == found["logprobs"]
+
+
 def test_one_warning_for_each_module_that_is_repacked(answered, prepared, tp):
     said = [line.partition("] ")[2] for line in answered[1].lines("WARNING", "repacked for")]
     found = sorted(line.partition(": ")[0] for line in said)
@@ -214,6 +232,19 @@ def test_workers_that_vllm_starts_itself(prepared, expected, tp, tmp_path):
     run = run_jobs(tmp_path, [job], PREPARED, spawn=True, VLLM_ENABLE_V1_MULTIPROCESSING="1")
     assert "error" not in run[0], run[0]["error"]
     assert run[0]["tokens"] == expected[CASES["qwen2-mixed"].original]["tokens"]
+
+
+def test_a_draft_of_the_checkpoint_itself(tmp_path):
+    """A layer that predicts the next token but one, from the same prepared files: it shares the
+    model's embeddings and head, and answers stay as they are."""
+    out = prepare(write_model(tmp_path / "model", "glm4_moe"), tmp_path / "prepared")
+    draft = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    jobs = [{"model": str(out)}, {"model": str(out), "options": draft}]
+    run = run_jobs(tmp_path / "run", jobs, PREPARED)
+    for each in run.results:
+        assert "error" not in each, each["error"]
+    assert run.lines("Loading drafter model")
+    assert run[1]["tokens"] == run[0]["tokens"]
 
 
 def test_compiled(originals, prepared, tmp_path):

@@ -9,6 +9,7 @@ import torch
 from prepared_factory import Layer, build, lay_out
 
 import mxfp4prep
+from mxfp4prep import prepared
 from mxfp4prep.errors import CannotShard, InvalidCheckpoint, Unsupported
 from mxfp4prep.integrations.vllm.pieces import (
     Partition,
@@ -167,8 +168,17 @@ def test_what_did_not_arrive():
         arrivals.check()
     for name in "acde":
         arrivals.note(name)
+    arrivals.is_accounted = True
     arrivals.check()
     Arrivals("layer", ["a"], "dummy").check()
+
+
+def test_a_loader_that_nobody_watched():
+    """What it leaves out of the rest of the model would not be noticed."""
+    arrivals = Arrivals("layer", ["a"], "theirs")
+    arrivals.note("a")
+    with pytest.raises(Unsupported, match="--load-format theirs: loads past"):
+        arrivals.check()
 
 
 def renamed(name):
@@ -268,6 +278,17 @@ def test_experts_in_one_tensor_are_refused(made):
     stored = open_stored(root / "model", str)
     with pytest.raises(Unsupported, match="stored in one tensor"):
         stored.experts(f"{AT}.experts")
+
+
+def test_the_manifest_is_read_once(made, monkeypatch):
+    """It is parsed and validated as a whole, which takes its time for a large model."""
+    _, _, root = made(Layer("down_proj", 64, 256))
+    read = []
+    monkeypatch.setattr(
+        prepared, "parse", lambda raw, parse=prepared.parse: read.append(raw) or parse(raw)
+    )
+    open_stored(root / "model", str)
+    assert len(read) == 1
 
 
 def test_weights_that_are_not_there(made):

@@ -35,10 +35,11 @@ def facts(tmp_path_factory) -> dict:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
         },
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -46,6 +47,7 @@ def facts(tmp_path_factory) -> dict:
 
 def test_registering_twice_is_registering_once(facts):
     assert facts["registered"] == 1
+    assert set(facts["loaders"]) == {1}, "each loader is watched, once"
     assert facts["cuda initialized"] is False
 
 
@@ -78,6 +80,27 @@ def test_parameters_of_another_process_need_no_loading(facts, kind, method):
     assert method in found["methods"]
     assert "did not arrive" in found["said"]
     assert found["kept"] is True
+
+
+@pytest.mark.parametrize("answer", ["all", "no embeddings", "no norm", "nothing said"])
+def test_what_a_model_says_that_it_loaded(facts, answer):
+    """A draft has embeddings and head of its target, and some drafts say nothing."""
+    of_model, of_draft = facts["accounts"][answer]
+    refused_model = {
+        "no embeddings": "model.embed_tokens.weight (and 1 more): ",
+        "no norm": "model.norm.weight: ",
+        "nothing said": "LlamaForCausalLM: its loading does not say",
+    }
+    refused_draft = {"no norm": "model.norm.weight: "}
+    assert of_model.startswith(refused_model.get(answer, ""))
+    assert bool(of_model) == (answer in refused_model)
+    assert of_draft.startswith(refused_draft.get(answer, ""))
+    assert bool(of_draft) == (answer in refused_draft)
+
+
+def test_a_loader_that_nobody_watches_is_refused(facts):
+    """What it leaves out would not be noticed. The same one from vLLM's table serves."""
+    assert "--load-format auto: loads past" in facts["loaded by others"]
 
 
 def test_the_config_goes_to_workers(facts):

@@ -1,6 +1,7 @@
 """Runs models in vLLM, in a process of its own: `python vllm_child.py JOBS RESULTS`.
 
-JOBS     a JSON list of objects: "model", and any of "tp", "options", "weights", "load_only"
+JOBS     a JSON list of objects: "model", and any of "tp", "options", "weights", "load_only",
+         "again"
 RESULTS  JSON lines, one a job as soon as it is done: "tokens", "logprobs" and more, or "error"
 
 Jobs of one call share a process: vLLM takes 10 s to import. Where a launcher has set RANK, this is
@@ -42,19 +43,40 @@ def run(job):
         sampling = SamplingParams(
             temperature=0.0, max_tokens=NEW_TOKENS, logprobs=0, prompt_logprobs=0, detokenize=False
         )
-        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        result["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
-        result["logprobs"] = [
-            [next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]]
-            for output in outputs
-        ]
+        result |= answers(llm, sampling)
+    if job.get("again"):
+        llm.reset_prefix_cache()
+        result["again"] = {"methods": llm.apply_model(process_again)[0], **answers(llm, sampling)}
     if job.get("weights"):
         result["weights"] = llm.apply_model(digests)[0]
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
     return result
+
+
+def answers(llm, sampling):
+    """Tokens, and log probabilities of the prompts."""
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "logprobs": [
+            [next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]]
+            for output in outputs
+        ],
+    }
+
+
+def process_again(model):
+    """Has this package's methods process their weights once more; says which methods these are."""
+    found = set()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if type(method).__module__.startswith("mxfp4prep."):
+            method.process_weights_after_loading(module)
+            found.add(type(method).__name__)
+    return sorted(found)
 
 
 def meet(port):

@@ -63,6 +63,44 @@ def unloaded(model):
     return {"said": said, "kept": bytes_of(built) == before, "methods": sorted(methods)}
 
 
+def accounts(model):
+    """What is said of a model whose loading answers this and that, as a model and as a draft."""
+    from mxfp4prep.integrations.vllm.accounts import check_loaded
+
+    every = {name for name, _ in model.named_parameters()}
+    answers = {
+        "all": every,
+        "no embeddings": every - {"model.embed_tokens.weight", "lm_head.weight"},
+        "no norm": every - {"model.norm.weight"},
+        "nothing said": None,
+    }
+    return {
+        name: [said(check_loaded, model, loaded, is_draft=draft) for draft in (False, True)]
+        for name, loaded in answers.items()
+    }
+
+
+def loaded_by_others(config):
+    """What is said where the default loader is not the one of vLLM's table."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    loader = DefaultModelLoader(config.load_config)
+    with set_current_vllm_config(config):
+        return said(loader.load_model, config, config.model_config)
+
+
+def said(function, *arguments, **named):
+    """The error that a call ends with, "" where it does not."""
+    from mxfp4prep.errors import Mxfp4PrepError
+
+    try:
+        function(*arguments, **named)
+    except Mxfp4PrepError as error:
+        return str(error)
+    return ""
+
+
 def replaced(model, declared):
     """What is said of a prepared checkpoint whose quantization_config is `declared`."""
     from types import SimpleNamespace
@@ -92,6 +130,7 @@ def facts(dense, mixed, moe):
 
     plugin.register()
     plugin.register()
+    from vllm.model_executor import model_loader
     from vllm.model_executor.layers import quantization
     from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
     from vllm.model_executor.layers.quantization.utils.config_utils import (
@@ -100,7 +139,13 @@ def facts(dense, mixed, moe):
     )
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
+    from mxfp4prep.integrations.vllm.accounts import WatchedLoader
+
     found = {"registered": quantization.QUANTIZATION_METHODS.count("mxfp4prep")}
+    found["loaders"] = [
+        kind.__mro__.count(WatchedLoader)
+        for kind in model_loader._LOAD_FORMAT_TO_MODEL_LOADER.values()
+    ]
     found["cuda initialized"] = torch.cuda.is_initialized()
 
     found["replaced"] = [replaced(dense, declared) for declared in ({}, "quark", None)]
@@ -118,6 +163,9 @@ def facts(dense, mixed, moe):
     found["processed again"] = bytes_of(model) == before
 
     again = pickle.loads(pickle.dumps(config.quant_config))
+    found["accounts"] = accounts(model)
+    found["loaded by others"] = loaded_by_others(config_of(dense))
+
     found["pickled"] = again.stored.records == config.quant_config.stored.records
     found["is Quark's"] = isinstance(again, QuarkConfig)
     x = torch.randn(3, linear.quant_method.k).to(torch.bfloat16)

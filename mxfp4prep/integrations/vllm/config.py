@@ -18,13 +18,11 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 
 from mxfp4prep.errors import InvalidManifest, Unsupported
 from mxfp4prep.integrations.vllm.experts import PreparedExpertsMethod
 from mxfp4prep.integrations.vllm.linear import PreparedLinearMethod
-from mxfp4prep.integrations.vllm.plain import PlainEmbeddingMethod, checked_linear
 from mxfp4prep.integrations.vllm.stored import RESTORE_HINT, Stored, directory_of, open_stored
 from mxfp4prep.marks import MANIFEST_NAME, QUANT_METHOD
 from mxfp4prep.prepared import CONVERT_HINT, check_marks
@@ -141,11 +139,9 @@ class PreparedConfig(QuarkConfig):  # type: ignore[misc]  # vLLM is untyped here
         return name
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Ours for what the manifest has as MXFP4, Quark's for everything else, which is checked
-        here: vLLM does not ask whether a parameter of a quantized model was ever loaded.
+        """Ours for what the manifest has as MXFP4, Quark's for everything else.
 
-        Raises Unsupported for MXFP4 that vLLM has no way to run, InvalidCheckpoint for a module
-        that nothing is stored for.
+        Raises Unsupported for MXFP4 that vLLM has no way to run.
         """
         if isinstance(layer, RoutedExperts):
             gathered = self.stored.experts(prefix)
@@ -163,22 +159,11 @@ class PreparedConfig(QuarkConfig):  # type: ignore[misc]  # vLLM is untyped here
             if isinstance(layer, LinearBase) and self.stored.is_plain(
                 prefix, self.packed_modules_mapping
             ):
-                # an `exclude` that vLLM reads differently
-                return self._checked(UnquantizedLinearMethod(), layer, prefix)
+                return UnquantizedLinearMethod()  # an `exclude` that vLLM reads differently
             raise Unsupported(
                 prefix,
                 "MXFP4 by the original quantization config, but the manifest has no such layer",
                 hint=CONVERT_HINT,
             )
         method: QuantizeMethodBase | None = super().get_quant_method(layer, prefix)
-        if isinstance(layer, LinearBase) and method is not None:
-            return self._checked(method, layer, prefix)
-        if isinstance(layer, VocabParallelEmbedding) and method is None:
-            return PlainEmbeddingMethod(prefix, self.stored)
         return method
-
-    def _checked(
-        self, method: QuantizeMethodBase, layer: LinearBase, prefix: str
-    ) -> QuantizeMethodBase:
-        parts = self.stored.parts(prefix, self.packed_modules_mapping)
-        return checked_linear(method, layer, prefix, parts, self.stored)

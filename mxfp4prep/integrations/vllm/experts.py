@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import (
     FusedMoEConfig,
     FusedMoEMethodBase,
-    FusedMoeWeightScaleSupported,
     RoutedExperts,
 )
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.utils import is_weights_pre_processed, set_weight_attrs
+from vllm.model_executor.utils import is_weights_pre_processed
 
 from mxfp4prep.errors import InvalidCheckpoint, Unsupported
+from mxfp4prep.integrations.vllm.banks import VECTORS, Bank, add_bank, add_vectors, arrival
 from mxfp4prep.integrations.vllm.messages import tell_backend, tell_repacking
 from mxfp4prep.integrations.vllm.pieces import check_columns, path_of
-from mxfp4prep.integrations.vllm.receiving import Arrivals, put, received, stored_of
+from mxfp4prep.integrations.vllm.receiving import OPERANDS, Arrivals, put, stored_of
 from mxfp4prep.integrations.vllm.stored import RESTORE_HINT, Stored
 from mxfp4prep.layouts import LAYOUTS, PATHS
 from mxfp4prep.parallel import Shard
@@ -30,11 +30,8 @@ from mxfp4prep.runtime.gating import SWIGLUOAI_LIMIT
 from mxfp4prep.runtime.input_quant import input_quant_of
 from mxfp4prep.runtime.reading import Batch, Target
 from mxfp4prep.runtime.shared_parts import slot_stacks, slots_of
-from mxfp4prep.runtime.slices import byte_columns
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mxfp4prep.manifest import LayerRecord
 
 _ACTIVATIONS = {
@@ -44,15 +41,6 @@ _ACTIVATIONS = {
     MoEActivation.SWIGLUOAI_UNINTERLEAVE: "swigluoai",
 }
 """vLLM's activation -> a name of GATES, for gate rows above up rows."""
-
-
-class Bank(NamedTuple):
-    """One of the two banks: its name in vLLM, its path, and one expert's matrix here."""
-
-    name: str
-    path: str
-    n: int
-    k: int
 
 
 class PreparedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM is untyped here
@@ -112,19 +100,19 @@ class PreparedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM i
         if reasons:
             first = self.moe.tp_rank if ranks > 1 else self.moe.ep_rank
             tell_repacking(self.prefix, first, ranks, reasons)
-        for bank in self.banks:
-            self._add_bank(layer, bank, num_experts, weight_loader)
-        self._add_vectors(layer, num_experts, width, hidden_size, weight_loader)
         self.arrivals = Arrivals(
             self.prefix,
             (
-                f"{tensor} for expert {place}"
-                for place in self._here(layer)
-                for record in self._records(place)
+                arrival(tensor, number)
+                for number in self._here(layer)
+                for record in self._records(number)
                 for tensor in (record.weight.tensor, record.scale.tensor)
             ),
             str(get_current_vllm_config().load_config.load_format),
         )
+        for bank in self.banks:
+            add_bank(layer, bank, num_experts, self.gathered, self.arrivals, weight_loader)
+        add_vectors(layer, num_experts, self.banks, self.gathered, weight_loader)
 
     def _with_shared(self, layer: RoutedExperts) -> Gathered:
         """The experts and, behind them, what vLLM fuses with them."""
@@ -163,86 +151,9 @@ class PreparedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM i
         for stack in self.gathered.w2:
             check_columns(stack[0].record, (start, start + width))
 
-    def _add_bank(
-        self, layer: RoutedExperts, bank: Bank, experts: int, load: Callable[..., bool | None]
-    ) -> None:
-        for operand, layout_id in zip(("weight", "scale"), PATHS[bank.path], strict=True):
-            _, columns = byte_columns(operand, (0, bank.k))
-            shape = LAYOUTS[layout_id].stored_shape(bank.n, columns)
-            parameter = torch.nn.Parameter(
-                torch.empty((experts, *shape), dtype=torch.uint8), requires_grad=False
-            )
-            name = f"{bank.name}_weight" + ("" if operand == "weight" else "_scale")
-            layer.register_parameter(name, parameter)
-            set_weight_attrs(
-                parameter,
-                {
-                    "weight_loader": self._receiver(operand, layout_id, load),
-                    "quant_method": FusedMoeWeightScaleSupported.GROUP.value,
-                    # the dimensions of rows and columns have changed places
-                    "is_transposed": layout_id == "transposed",
-                },
-            )
-
-    def _receiver(
-        self, operand: str, layout_id: str, load: Callable[..., bool | None]
-    ) -> Callable[..., bool | None]:
-        """vLLM's weight loader, behind a check and, where there must be one, a repacking."""
-
-        def receive(
-            param: Tensor,
-            loaded_weight: Tensor,
-            weight_name: str,
-            shard_id: str,
-            expert_id: int,
-            return_success: bool = False,
-        ) -> bool | None:
-            record = self._record(shard_id, expert_id)
-            loaded = received(record, operand, loaded_weight, layout_id)
-            success = load(
-                param, loaded, weight_name, shard_id=shard_id, expert_id=expert_id,
-                return_success=True,
-            )  # fmt: skip
-            if success:
-                self.arrivals.note(f"{stored_of(record, operand).tensor} for expert {expert_id}")
-            return success if return_success else None
-
-        return receive
-
-    def _add_vectors(
-        self,
-        layer: RoutedExperts,
-        experts: int,
-        width: int,
-        hidden: int,
-        load: Callable[..., bool | None],
-    ) -> None:
-        """Biases and the scales of static inputs, where there are any, with vLLM's own loaders."""
-        up, down = self.gathered.w13[0][0].record, self.gathered.w2[0][0].record
-        for name, is_there, size in (
-            ("w13_bias", up.bias is not None, (experts, 2 * width)),
-            ("w2_bias", down.bias is not None, (experts, hidden)),
-            ("w13_input_scale", up.input_scale is not None, (experts,)),
-            ("w2_input_scale", down.input_scale is not None, (experts,)),
-        ):
-            if not is_there:
-                layer.register_parameter(name, None)
-                continue
-            empty = torch.full(size, torch.nan, dtype=torch.float32)
-            parameter = torch.nn.Parameter(empty, requires_grad=False)
-            layer.register_parameter(name, parameter)
-            is_scale = name == "w13_input_scale"
-            set_weight_attrs(parameter, {"weight_loader": _one_scale(load) if is_scale else load})
-
     def _records(self, number: int) -> Sequence[LayerRecord]:
         stacks = self.gathered.w13[number], self.gathered.w2[number]
         return [member.record for stack in stacks for member in stack]
-
-    def _record(self, shard_id: str, expert: int) -> LayerRecord:
-        """The stored layer that is matrix "w1", "w2" or "w3" of an expert."""
-        if shard_id == "w2":
-            return self.gathered.w2[expert][0].record
-        return self.gathered.w13[expert][0 if shard_id == "w1" else 1].record
 
     def _here(self, layer: RoutedExperts) -> dict[int, int]:
         """vLLM's id -> place in the banks, of the experts that are on this rank."""
@@ -256,30 +167,29 @@ class PreparedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM i
         """None: vLLM's modular kernels are not used."""
         return
 
-    def fill(self, layer: RoutedExperts, batch: Batch) -> Iterator[tuple[str, str]]:
+    def fill(self, layer: RoutedExperts, batch: Batch) -> Iterator[str]:
         """Has the pieces of this rank's experts read into the banks when `batch` is run.
 
-        Yields what is read, or belongs to experts of other ranks and is not to be read here at all:
-        a stored tensor's name, and that of the parameter.
+        Yields the names of the stored tensors that are read, or belong to experts of other ranks
+        and are not to be read here at all.
         """
         assert self.banks is not None
         here = self._here(layer)
         for bank, shard, stacks in zip(
             self.banks, self.shards, (self.gathered.w13, self.gathered.w2), strict=True
         ):
-            for operand, layout_id in zip(("weight", "scale"), PATHS[bank.path], strict=True):
-                name = f"{bank.name}_weight" + ("" if operand == "weight" else "_scale")
-                matrices = getattr(layer, name).data
+            for operand, layout_id in zip(OPERANDS, PATHS[bank.path], strict=True):
+                matrices = getattr(layer, bank.parameter(operand)).data
                 for number, stack in enumerate(stacks):
                     for position, member in enumerate(stack):
                         stored = stored_of(member.record, operand).tensor
-                        yield stored, name
+                        yield stored
                         if number not in here:
                             continue
                         out = matrices[here[number]]
                         target = Target(LAYOUTS[layout_id], out, bank.n, position * shard.n)
                         put(batch, member.record, operand, shard, target)
-                        self.arrivals.note(f"{stored} for expert {number}")
+                        self.arrivals.note(arrival(stored, number))
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Changes no byte: checks that everything is there and chooses the backend.
@@ -289,7 +199,7 @@ class PreparedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM i
         assert self.banks is not None
         if not is_weights_pre_processed():
             self.arrivals.check()
-            for name in ("w13_bias", "w2_bias", "w13_input_scale", "w2_input_scale"):
+            for name in VECTORS:
                 vector = getattr(layer, name)
                 if vector is not None and vector.isnan().any():
                     raise InvalidCheckpoint(f"{self.prefix}: {name}", "is missing or NaN")
@@ -337,30 +247,6 @@ class PreparedExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM i
             backend=self.backend,
         )
         return y
-
-
-def _one_scale(load: Callable[..., bool | None]) -> Callable[..., bool | None]:
-    """A loader for the one input scale that gate and up of an expert have in common."""
-
-    def receive(
-        param: Tensor,
-        loaded_weight: Tensor,
-        weight_name: str,
-        shard_id: str,
-        expert_id: int,
-        return_success: bool = False,
-    ) -> bool | None:
-        before = param.detach().clone()
-        success = load(
-            param, loaded_weight, weight_name, shard_id=shard_id, expert_id=expert_id,
-            return_success=True,
-        )  # fmt: skip
-        if ((before != param) & ~before.isnan()).any():
-            what = "gate and up have different input scales, although they have one input"
-            raise Unsupported(f"{weight_name}: expert {expert_id}", what, hint=RESTORE_HINT)
-        return success if return_success else None
-
-    return receive
 
 
 def _activation_of(layer: RoutedExperts, where: str) -> tuple[str, float | None]:

@@ -25,9 +25,14 @@ from vllm.model_executor.parameter import (
 from vllm.model_executor.utils import is_weights_pre_processed
 
 from mxfp4prep.errors import InvalidCheckpoint, Unsupported
-from mxfp4prep.integrations.vllm.messages import tell_backend, tell_repacking
+from mxfp4prep.integrations.vllm.messages import (
+    NO_PLACE,
+    NOT_STORED,
+    NOT_STORED_HINT,
+    tell_backend,
+    tell_repacking,
+)
 from mxfp4prep.integrations.vllm.pieces import Partition, Piece, check_alike, path_of, pieces
-from mxfp4prep.integrations.vllm.plain import NO_PLACE_FOR_BIAS, NOT_STORED, NOT_STORED_HINT
 from mxfp4prep.integrations.vllm.receiving import Arrivals, put, received, stored_of
 from mxfp4prep.integrations.vllm.stored import RESTORE_HINT
 from mxfp4prep.layouts import LAYOUTS, PATHS
@@ -174,10 +179,10 @@ class PreparedLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is u
         what = "vLLM loads a part of it that is not known"
         raise Unsupported(self.prefix, what, found=which, hint=RESTORE_HINT)
 
-    def fill(self, layer: torch.nn.Module, batch: Batch) -> Iterator[tuple[str, str]]:
+    def fill(self, layer: torch.nn.Module, batch: Batch) -> Iterator[str]:
         """Has this rank's pieces read into the parameters when `batch` is run.
 
-        Yields what is read: a stored tensor's name, and that of the parameter.
+        Yields the names of the stored tensors that are read.
         """
         for operand, layout_id in zip(("weight", "scale"), PATHS[self.path], strict=True):
             name = "weight" if operand == "weight" else "weight_scale"
@@ -188,7 +193,7 @@ class PreparedLinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM is u
                 stored = stored_of(piece.record, operand).tensor
                 self.arrivals.note(stored)
                 at += piece.shard.n
-                yield stored, name
+                yield stored
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Changes no byte: checks that everything is there and chooses the backend.
@@ -272,7 +277,7 @@ def _check_bias(layer: torch.nn.Module, members: Sequence[LayerRecord]) -> None:
     has_place = getattr(layer, "bias", None) is not None
     for record in members:
         if record.bias is not None and not has_place:
-            raise Unsupported(record.bias, NO_PLACE_FOR_BIAS)
+            raise Unsupported(record.bias, NO_PLACE)
         if record.bias is None and has_place:
             raise InvalidCheckpoint(f"{record.name}.bias", NOT_STORED, hint=NOT_STORED_HINT)
 

@@ -51,33 +51,29 @@ class PreparedModelLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is 
         """Fills every parameter of the model.
 
         Raises InvalidManifest, InvalidCheckpoint or Unsupported for a checkpoint that does not
-        agree, InvalidCheckpoint for another digest, ValueError for a parameter that is not filled.
+        agree, InvalidCheckpoint for another digest.
         """
         folder, *_ = self._prepare_weights(
             model_config.model, None, model_config.revision, False, ["*.safetensors", "*.json"]
         )
         opened = open_for_serving(Path(folder), verify=self.verify)
         reader = Reader(opened)
-        filled: set[str] = set()
         taken: set[str] = set()
         batches: dict[torch.device, Batch] = {}
         try:
-            for name, module in model.named_modules():
+            for module in model.modules():
                 method = getattr(module, "quant_method", None)
                 if isinstance(method, PreparedLinearMethod | PreparedExpertsMethod):
                     device = next(module.parameters()).device
                     batch = batches.setdefault(device, Batch(reader, device))
-                    for own, parameter in method.fill(module, batch):
-                        filled.add(f"{name}.{parameter}")
-                        taken.add(own)
+                    taken.update(method.fill(module, batch))
             for batch in batches.values():
                 batch.run()
         finally:
             for batch in batches.values():
                 batch.__exit__()
         with Batch(reader, torch.device("cpu")) as batch:
-            filled |= model.load_weights(_others(batch, taken)) or set()
-        self.track_weights_loading(model, filled, quantized=True)
+            model.load_weights(_others(batch, taken))
         logger.info(
             "Read %.2f GiB of prepared weights%s",
             reader.nbytes / 2**30,

@@ -1,4 +1,4 @@
-"""What the plugin says in vLLM's log."""
+"""What the plugin says: in vLLM's log, and in several errors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Iterable
 from vllm.logger import init_logger
 
 logger = init_logger("vllm.mxfp4prep")  # below "vllm": the handlers are there
+
+NO_PLACE = "vLLM's module has no place for it"
+NOT_STORED = "vLLM's module needs it, but the checkpoint does not have it"
+NOT_STORED_HINT = "its config.json may be that of another model"
 
 
 def tell_repacking(where: str, tp_rank: int, tp_size: int, reasons: Iterable[str]) -> None:

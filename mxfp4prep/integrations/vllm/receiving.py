@@ -31,10 +31,14 @@ process has loaded and checked."""
 UNCHECKED = frozenset({"runai_streamer_sharded", "sharded_state", "tensorizer"})
 """vLLM's load formats that fill parameters from files of their own: nothing is seen to arrive, and
 nobody knows what the bytes were."""
+FORMATS_HINT = "serve with --load-format auto or mxfp4prep"
 
 
 class Arrivals:
     """Which of the expected tensors have arrived.
+
+    is_accounted   whether it was asked for the rest of the model too, by what stands before every
+                   loader of vLLM's
 
     Raises Unsupported for a load format that would fill parameters past this.
     """
@@ -44,9 +48,10 @@ class Arrivals:
             raise Unsupported(
                 f"--load-format {load_format}",
                 "fills parameters from files that no manifest describes, and checks nothing",
-                hint="serve with --load-format auto or mxfp4prep",
+                hint=FORMATS_HINT,
             )
-        self._where = where
+        self.is_accounted = False
+        self._where, self._load_format = where, load_format
         self._missing = dict.fromkeys(expected)
         self._is_watched = load_format not in UNWATCHED
 
@@ -55,14 +60,23 @@ class Arrivals:
         self._missing.pop(tensor, None)
 
     def check(self) -> None:
-        """Nothing; raises InvalidCheckpoint while anything is missing."""
-        if self._missing and self._is_watched:
+        """Nothing; raises InvalidCheckpoint while anything is missing, Unsupported for a loader
+        that was registered by others: of what it leaves out nobody would know."""
+        if not self._is_watched:
+            return
+        if self._missing:
             names = list(self._missing)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise InvalidCheckpoint(
                 self._where,
                 f"its weights did not arrive: {', '.join(names[:3])}{more}",
                 hint=VERIFY_HINT,
+            )
+        if not self.is_accounted:
+            raise Unsupported(
+                f"--load-format {self._load_format}",
+                "loads past what sees to it that no tensor is missing",
+                hint=FORMATS_HINT,
             )
 
 

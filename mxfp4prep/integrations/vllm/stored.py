@@ -18,7 +18,7 @@ from mxfp4prep.marks import MANIFEST_NAME, SUMS_NAME
 from mxfp4prep.parallel import Topology, assign_roles
 from mxfp4prep.prepared import VERIFY_HINT, open_prepared
 from mxfp4prep.runtime.gathering import Gathered, gather, group_experts
-from mxfp4prep.runtime.opening import Opened, open_for_serving
+from mxfp4prep.runtime.opening import Opened, checked_for_serving
 from mxfp4prep.runtime.shared_parts import SharedParts, beside, group_shared, shared_parts
 from mxfp4prep.safefile import FLOAT_DTYPES
 
@@ -163,7 +163,7 @@ def open_stored(root: Path, rename: Rename, *, is_download: bool = False) -> Sto
     floats: frozenset[str] = frozenset()
     here = [(root / record.name).exists() for record in prepared.files("shard")]
     if any(here) and not (is_download and not all(here)):
-        opened = open_for_serving(root, verify=True)
+        opened = checked_for_serving(prepared, verify=True)
         _check_files(opened)
         floats = _floats(opened)
     topology = Topology.from_config(prepared.config)
