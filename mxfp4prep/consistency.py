@@ -2,24 +2,31 @@
 
 config.json must be what converting source/config.json makes of it, the index must name every
 tensor's shard, and every file must have the role that its name gives it: a file in another role
-would be left out of a restore.
+would be left out of a restore. Where a shard's header is damaged, the entries that are not spelled
+as converting spells them say in which tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
 from mxfp4prep import io
-from mxfp4prep.convert import prepared_config
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, JSON_LIMIT, parse_object
 from mxfp4prep.errors import InvalidCheckpoint
+from mxfp4prep.inventory import TARGET_GFX, prepared_config
 from mxfp4prep.manifest import FileRecord
 from mxfp4prep.marks import (
     DIGESTS_NAME,
+    MANIFEST_NAME,
     SOURCE_DIR,
 )
 from mxfp4prep.prepared import PreparedFiles
+from mxfp4prep.rederive import can_rederive
+from mxfp4prep.safefile import DTYPE_BITS
 
 ORIGINAL_CONFIG = f"{SOURCE_DIR}/{CONFIG_NAME}"
 ORIGINAL_INDEX = f"{SOURCE_DIR}/{INDEX_NAME}"
@@ -34,7 +41,9 @@ def contradictions(
     """
     files = {record.name: record for record in prepared.manifest.files}
     yield from misplaced(files)
-    source = prepared.manifest.source
+    source, gfx = prepared.manifest.source, prepared.manifest.target.gfx
+    if can_rederive(prepared) and gfx != TARGET_GFX:
+        yield MANIFEST_NAME, f"target.gfx: found {gfx}, expected {TARGET_GFX}"
     original = _read(prepared, ORIGINAL_CONFIG)
     if original is None:
         yield ORIGINAL_CONFIG, "is missing: the source's config.json"
@@ -75,6 +84,26 @@ def misplaced(files: Mapping[str, FileRecord]) -> Iterator[tuple[str, str]]:
     for name in (CONFIG_NAME, ORIGINAL_CONFIG, DIGESTS_NAME):
         if name not in files:
             yield name, "is not in the manifest"
+
+
+_ENTRY = re.compile(
+    r'"((?:[^"\\]|\\.)*+)":\{"dtype":"([A-Z0-9_]+)",'
+    r'"shape":\[((?:\d{1,19},){0,15}\d{1,19})?\],"data_offsets":\[(\d{1,19}),(\d{1,19})\]\}'
+)
+
+
+def damaged_entries(header: bytes, names: Iterable[str]) -> list[str]:
+    """Those of `names` that have no entry in a header that is spelled as convert spells one and
+    whose sizes agree."""
+    whole = set()
+    for key, dtype, shape, begin, end in _ENTRY.findall(header.decode("utf-8", "replace")):
+        count = math.prod(map(int, shape.split(","))) if shape else 1
+        if DTYPE_BITS.get(dtype, 0) * count == 8 * (int(end) - int(begin)):
+            try:
+                whole.add(json.loads(f'"{key}"'))
+            except ValueError:
+                continue
+    return [name for name in names if name not in whole]
 
 
 def _index(prepared: PreparedFiles, shard_of: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path, PurePosixPath
 
@@ -28,11 +29,11 @@ def list_files(root: Path) -> list[str]:
             mode = io.entry_mode(entry)
             if not prefix.parts and entry.name in SKIPPED_DIRS and stat.S_ISDIR(mode):
                 continue
-            if not is_utf8(name):
+            if not is_utf8(name) or os.fsencode(name) != name.encode():
                 raise Unsupported(
                     name,
                     "the file's name is not UTF-8: a manifest cannot hold it",
-                    hint="rename it",
+                    hint="rename it, or set PYTHONUTF8=1 where it is UTF-8 and the locale is not",
                 )
             if mode == 0:
                 raise InvalidCheckpoint(

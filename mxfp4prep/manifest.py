@@ -7,8 +7,9 @@ leaves out what follows from other fields by `_fill`; readers get the whole reco
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -20,12 +21,15 @@ from pydantic import (
 )
 
 from mxfp4prep.collector import collector_paused
-from mxfp4prep.errors import InvalidManifest
-from mxfp4prep.marks import FORMAT_VERSION, MANIFEST_NAME
+from mxfp4prep.documents import check_size
+from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest
+from mxfp4prep.marks import DIGEST_ALGORITHM, FORMAT_VERSION, MANIFEST_NAME
 
 SPELLED_OUT_LAYERS = 10_000
 """Above this many layers, fields that follow from others are left out: a 70,000-layer manifest
 that spells them is 49 MB, one that does not is under 30 MB."""
+
+_AGAIN = "copy the checkpoint again, or convert the source again"
 
 LayoutId = Literal["raw", "tile16x16", "tile32x8", "transposed"]
 PathName = Literal["asm", "triton"]
@@ -38,6 +42,9 @@ EngineName = Literal["mxfp4prep", "vllm", "sglang", "atom"]
 
 class _Record(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+_T = TypeVar("_T", bound=_Record)
 
 
 class SourceRecord(_Record):
@@ -82,7 +89,7 @@ class DigestsRecord(_Record):
 
     name: str
     sha256: str
-    algorithm: str
+    algorithm: Annotated[str, Field(pattern=f"^{DIGEST_ALGORITHM}$")]
 
 
 class FileRecord(_Record):
@@ -222,15 +229,22 @@ def dump(manifest: Manifest) -> bytes:
 def parse(raw: bytes, where: str = MANIFEST_NAME) -> Manifest:
     """The manifest in `raw`, every record whole.
 
-    Raises InvalidManifest on bad JSON, an unknown schema version, an unknown key, a missing field
-    or a wrong type: an unknown manifest is refused, never guessed at.
+    Raises InvalidManifest on bad JSON, an unknown schema version, an unknown key, a missing field,
+    a wrong type or a name listed twice: an unknown manifest is refused, never guessed at.
     """
     try:
+        check_size(raw, where)
         document = json.loads(raw, object_pairs_hook=_unique)
+    except InvalidCheckpoint as error:
+        raise InvalidManifest(
+            where, error.what, found=error.found, expected=error.expected
+        ) from None
     except (ValueError, RecursionError) as error:
         raise InvalidManifest(where, f"not a manifest: {error}") from None
     if not isinstance(document, dict):
         raise InvalidManifest(where, "not a manifest", found=type(document).__name__)
+    if b"\\ud" in raw or b"\\uD" in raw:
+        _refuse_surrogates(document, where)
     version = document.get("schema_version")
     if version != FORMAT_VERSION or isinstance(version, bool):
         raise InvalidManifest(
@@ -246,18 +260,71 @@ def parse(raw: bytes, where: str = MANIFEST_NAME) -> Manifest:
             raise InvalidManifest(where, "layer_defaults is not an object")
         for layer in document["layers"]:
             _fill(layer, defaults)
+    for key, model in _LISTS.items():
+        items = document.get(key)
+        if isinstance(items, list):  # one by one: a list of a million faults is never made
+            document[key] = [
+                _valid(model, item, where, f"{key}.{position}.")
+                for position, item in enumerate(items)
+            ]
+    manifest = _valid(Manifest, document, where)
+    for kind, records in (
+        ("file", manifest.files),
+        ("layer", manifest.layers),
+        ("tensor", manifest.tensors),
+    ):
+        name, count = (
+            Counter(record.name for record in records).most_common(1)[0] if records else ("", 1)
+        )
+        if count > 1:
+            raise InvalidManifest(where, f"a {kind} is listed twice", found=name, hint=_AGAIN)
+    return manifest
+
+
+_LISTS: dict[str, type[_Record]] = {
+    "files": FileRecord,
+    "layers": LayerRecord,
+    "tensors": CopiedTensor,
+    "findings": FindingRecord,
+}
+
+
+MOST_ITEMS = 100_000
+"""Longest list or object within a record: the faults of longer ones would fill the memory."""
+
+
+def _is_endless(value: object) -> bool:
+    inner = value.values() if type(value) is dict else (value,)
+    return any(isinstance(item, list | dict) and len(item) > MOST_ITEMS for item in inner)
+
+
+def _valid(model: type[_T], value: object, where: str, prefix: str = "") -> _T:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key not in _LISTS and _is_endless(item):
+                raise InvalidManifest(
+                    where, f"{prefix}{key}", found=f"more than {MOST_ITEMS} items"
+                )
     try:
-        return Manifest.model_validate(document)
+        return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        found = first["input"]
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = prefix + ".".join(str(part) for part in first["loc"])
         raise InvalidManifest(
             where,
-            f"{place}: {first['msg']}",
-            found=None if first["type"] == "missing" else repr(found),
-            hint="copy the checkpoint again, or convert the source again",
+            f"{place.removesuffix('.')}: {first['msg']}",
+            found=None if first["type"] == "missing" else repr(first["input"]),
+            hint=_AGAIN,
         ) from None
+
+
+def _refuse_surrogates(document: dict[str, Any], where: str) -> None:
+    """No name, and nothing that is written of one, can hold half a character."""
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        found = repr(error.object[error.start : error.end])
+        raise InvalidManifest(where, "a lone surrogate", found=found, hint=_AGAIN) from None
 
 
 def json_schema() -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mxfp4prep import io
 from mxfp4prep.plan import TensorPlan
-from mxfp4prep.stream import Piece, Scratch
+from mxfp4prep.stream import Piece
 
 
 class SourceShard:
@@ -17,7 +17,7 @@ class SourceShard:
         self._start = data_start
         self._name = name
         self._offset = data_start
-        self._buffer = Scratch()
+        self._found = bytearray()
         self._bad: list[int] = []
 
     @classmethod
@@ -29,10 +29,14 @@ class SourceShard:
         if not path.is_file():
             return f"the source has no {path.name}"
         fd = io.open_read(path)
-        found = bytearray(len(header))
-        size = io.file_size(fd, path)
-        if size == len(header) + nbytes:
-            io.pread_into(fd, memoryview(found), 0, path)
+        try:
+            found = bytearray(len(header))
+            size = io.file_size(fd, path)
+            if size == len(header) + nbytes:
+                io.pread_into(fd, memoryview(found), 0, path)
+        except BaseException:
+            io.close(fd, path)
+            raise
         if size != len(header) + nbytes or found != header:
             io.close(fd, path)
             return "the source's header is not the one that was prepared"
@@ -41,9 +45,10 @@ class SourceShard:
     def compare(self, piece: Piece) -> None:
         """Compares one restored piece with the source's bytes at the same place."""
         nbytes = len(piece.made)
-        view = memoryview(self._buffer.take(nbytes))[:nbytes]
-        io.pread_into(self._fd, view, self._offset, self._name)
-        if view != piece.made:
+        if len(self._found) != nbytes:
+            self._found = bytearray(nbytes)
+        io.pread_into(self._fd, memoryview(self._found), self._offset, self._name)
+        if self._found != piece.made:  # one memcmp; two memoryviews compare item by item
             self._bad.append(self._offset - self._start)
         self._offset += nbytes
 

@@ -7,6 +7,7 @@ field. An edited manifest does not, even when every digest was edited along with
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -15,11 +16,12 @@ from mxfp4prep.alignment import RULE_VERSION
 from mxfp4prep.checkpoint import Checkpoint, Shard
 from mxfp4prep.deployment import Deployment
 from mxfp4prep.documents import CONFIG_NAME, read_object
-from mxfp4prep.marks import SOURCE_DIR
+from mxfp4prep.manifest import Manifest
+from mxfp4prep.marks import MANIFEST_NAME, SOURCE_DIR
 from mxfp4prep.parallel import parse_rules
 from mxfp4prep.plan import Plan, TensorPlan, make_plan, surveyed_degrees
 from mxfp4prep.prepared import PreparedFiles
-from mxfp4prep.records import NAN_HAZARD, copied_records, layer_records
+from mxfp4prep.records import NAN_HAZARD, copied_records, finding_records, layer_records
 from mxfp4prep.safefile import Header
 from mxfp4prep.survey import survey
 
@@ -34,12 +36,18 @@ class Disagreement(NamedTuple):
 
 def can_rederive(prepared: PreparedFiles) -> bool:
     """Whether this version wrote the manifest: another one may have decided otherwise."""
-    manifest = prepared.manifest
-    return (manifest.tool_version, manifest.target.rule_version) == (__version__, RULE_VERSION)
+    return prepared.manifest.tool_version == __version__
 
 
 SHAPES = frozenset({"n", "k", "experts"})
 """What a way back relies on: the sizes that the shapes of the source lead to."""
+
+
+_NOT_IN_HEADERS = frozenset(
+    {"skipped_folder", "stray_file", "empty_shard", "not_in_index", "total_size", NAN_HAZARD}
+)
+"""Codes of findings that a prepared checkpoint no longer shows: they are of the source's folder and
+index, or of tensor bytes."""
 
 
 def disagreements(
@@ -76,6 +84,7 @@ def disagreements(
         return
     for name, record in expected.items():
         yield Disagreement(record.weight.file, name, "the manifest lacks this layer")
+    yield from _asked(manifest, plan)
     copied = {record.name: record for record in copied_records(plan)}
     listed = {record.name: record for record in manifest.tensors}
     for name in sorted(copied.keys() | listed.keys()):
@@ -83,6 +92,27 @@ def disagreements(
             file = (listed.get(name) or copied[name]).file
             what = "is not listed as the copied tensor it is"
             yield Disagreement(file, name, what)
+
+
+def _asked(manifest: Manifest, plan: Plan) -> Iterator[Disagreement]:
+    """What stands beside the layers: the layouts in use, what was noticed in headers and config.
+
+    Findings about files that are no longer here, and those that need tensor bytes, are left aside.
+    """
+    if manifest.target.rule_version != RULE_VERSION:
+        what = f"found {manifest.target.rule_version}, mxfp4prep {__version__} has {RULE_VERSION}"
+        yield Disagreement(MANIFEST_NAME, "target.rule_version", what)
+    layouts = sorted({x for p in plan.layers for x in (p.weight_layout, p.scale_layout)})
+    if manifest.target.layouts != layouts:
+        what = f"found {manifest.target.layouts}, the plan made again has {layouts}"
+        yield Disagreement(MANIFEST_NAME, "target.layouts", what)
+    found = Counter(tuple(record.model_dump().values()) for record in manifest.findings)
+    made = Counter(tuple(record.model_dump().values()) for record in finding_records(plan.findings))
+    for code, *_ in made - found:
+        yield Disagreement(MANIFEST_NAME, f"findings.{code}", "is missing or says something else")
+    for code, *_ in found - made:
+        if code not in _NOT_IN_HEADERS:
+            yield Disagreement(MANIFEST_NAME, f"findings.{code}", "is not what the plan finds")
 
 
 def _plan(prepared: PreparedFiles, shards: Mapping[str, tuple[Header, list[TensorPlan]]]) -> Plan:

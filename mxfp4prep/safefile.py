@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mxfp4prep import io
+from mxfp4prep.collector import collector_paused
 from mxfp4prep.errors import InvalidCheckpoint
 from mxfp4prep.lookalikes import recognise
 
@@ -50,6 +51,12 @@ _METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
 _MAX_INT = 2**63 - 1  # the largest size that files and torch can express
 _PREFIX_NBYTES = 512  # enough to see what a file is instead
+
+_NEARBY = 1 << 20
+"""Characters before a syntax error in which the entry that it stands in is looked for."""
+
+_MOST_MARKS = {b"{": 2_500_000, b"[": 2_500_000, b":": 4_500_000, b",": 10_000_000}
+"""What a header may hold of each: a million tensors have 1, 2, 4 and some 7 million."""
 
 _AGAIN = "download the file again"
 
@@ -104,6 +111,24 @@ def read_header(path: Path, *, name: str | None = None, keep_raw: bool = False) 
     del content[:8]
     tensors, metadata = parse_header(content, file_nbytes - data_start, name)
     return Header(tensors, metadata, data_start, file_nbytes, raw)
+
+
+def read_raw_header(path: Path) -> bytes:
+    """The bytes between a file's length bytes and its data, whatever they are.
+
+    Nothing where the length makes no sense.
+    """
+    fd = io.open_read(path)
+    try:
+        file_nbytes = io.file_size(fd, path)
+        prefix = bytearray(min(file_nbytes, 8))
+        io.pread_into(fd, memoryview(prefix), 0, path)
+        length = int.from_bytes(prefix, "little")
+        content = bytearray(length if length <= min(file_nbytes - 8, MAX_HEADER_NBYTES) else 0)
+        io.pread_into(fd, memoryview(content), 8, path)
+    finally:
+        io.close(fd, path)
+    return bytes(content)
 
 
 def header_length(prefix: bytes | bytearray, file_nbytes: int, name: str) -> int:
@@ -194,11 +219,13 @@ def _pairs(value: object) -> _Object | None:
     return value if isinstance(value, _Object) else None
 
 
+@collector_paused()
 def _load_json(raw_json: bytes | bytearray, name: str) -> _Object:
     """The pairs of the outermost object."""
     if raw_json[:1] != b"{":
         found = repr(bytes(raw_json[:1]))
         raise _flaw(name, None, "not safetensors: its header begins wrong", found, "'{'", _AGAIN)
+    _check_amount(raw_json, name)
     # Python reads -0 as the integer 0, safetensors refuses it: make it a float (NaN is one too),
     # which no field accepts. This look is cheap, the hook is not.
     odd = re.search(rb"-0[\s,\]}]", raw_json) is not None
@@ -215,12 +242,34 @@ def _load_json(raw_json: bytes | bytearray, name: str) -> _Object:
         what = f"the header is not UTF-8: {error.reason} at byte {error.start}"
         raise _flaw(name, None, what) from error
     except json.JSONDecodeError as error:
-        raise _flaw(name, None, f"the header is not valid JSON: {error}") from error
+        what = f"the header is not valid JSON: {error}"
+        raise _flaw(name, _entry_around(text, error.pos), what) from error
     except ValueError as error:  # Python converts no more than 4300 digits
-        raise _flaw(name, None, "a number in the header is absurdly long") from error
+        digits = re.search(r"\d{4301}", text)
+        entry = None if digits is None else _entry_around(text, digits.start())
+        raise _flaw(name, entry, "a number in the header is absurdly long") from error
     except RecursionError as error:
         raise _flaw(name, None, "the header is nested too deeply") from error
     return _pairs(value) or _Object()
+
+
+def _check_amount(raw_json: bytes | bytearray, name: str) -> None:
+    """Refuses more JSON values than a million tensors have, which would fill the memory."""
+    for mark, most in _MOST_MARKS.items():
+        found = raw_json.count(mark)
+        if found > most:
+            what, hint = "too many values in the header", "split the checkpoint into more files"
+            expected = f"at most {most}"
+            raise _flaw(name, None, what, f"{found} times {mark.decode()!r}", expected, hint)
+
+
+def _entry_around(text: str, position: int) -> str | None:
+    """The name of the tensor whose entry is being spelled at a place of a broken header."""
+    before = text[max(0, position - _NEARBY) : position]
+    openings = list(re.finditer(r'"((?:[^"\\]|\\.)*+)"\s*+:\s*+\{', before))
+    if not openings or "}" in before[openings[-1].end() :]:
+        return None
+    return openings[-1][1]
 
 
 def _metadata(value: object, file: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -17,11 +18,11 @@ from typing import Literal, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from mxfp4prep import io
-from mxfp4prep.consistency import contradictions
+from mxfp4prep.consistency import contradictions, damaged_entries
 from mxfp4prep.directory import list_files
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, JSON_LIMIT
-from mxfp4prep.errors import InvalidCheckpoint, Mxfp4PrepError, UsageError
-from mxfp4prep.manifest import FileRecord
+from mxfp4prep.errors import InvalidCheckpoint, Mxfp4PrepError, UsageError, printable
+from mxfp4prep.manifest import FileRecord, Manifest
 from mxfp4prep.marks import (
     DIGESTS_NAME,
     HEADER_SUFFIX,
@@ -34,13 +35,15 @@ from mxfp4prep.plan import TensorPlan
 from mxfp4prep.prepared import PreparedFiles, open_prepared, read_digests
 from mxfp4prep.rederive import can_rederive, disagreements
 from mxfp4prep.rewrite import TensorDigests, digested
-from mxfp4prep.safefile import Header
+from mxfp4prep.safefile import Header, read_raw_header
 from mxfp4prep.stream import PIECE_NBYTES, Scratch
 from mxfp4prep.sums import format_sums, parse_sums
 from mxfp4prep.undo import Stored, shard_tensors, source_header, stored_by_file
 from mxfp4prep.workers import Cancel, Progress, run_jobs, worker_count
 
 Level = Literal["quick", "full", "deep"]
+MOST_NAMED = 20
+"""Tensors of one shard that are named when its header is damaged: more, and it is another file."""
 
 
 class Problem(NamedTuple):
@@ -68,7 +71,7 @@ class VerifyReport:
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """A verification under way."""
 
     files: PreparedFiles
@@ -77,6 +80,7 @@ class _Run:
     digests: dict[str, tuple[str, str]]
     cancel: Cancel
     stored: dict[str, Stored]
+    listed: dict[str, list[str]]
     problems: list[Problem] = field(default_factory=list)
     shards: dict[str, tuple[Header, list[TensorPlan]]] = field(default_factory=dict)
     tensors: int = 0
@@ -104,7 +108,7 @@ def verify(
     if source is not None and not source.is_dir():
         raise InvalidCheckpoint(source, "no such directory", hint="give the original checkpoint")
     files = open_prepared(prepared)
-    run = _Run(files, level, source, {}, Cancel(progress), stored_by_file(files.manifest))
+    run = new_run(files, level, source, progress)
     _check_listing(run)
     _check_sums(run)
     try:
@@ -113,7 +117,7 @@ def verify(
         run.say(files.manifest.digests.name, str(error))
     broken = {problem.file for problem in run.problems}
     whole = [record for record in files.manifest.files if record.name not in broken]
-    jobs = [_file_job(run, record) for record in sorted(whole, key=lambda r: -r.nbytes)]
+    jobs = [file_job(run, record) for record in sorted(whole, key=lambda r: -r.nbytes)]
     run_jobs(jobs, worker_count(workers), run.cancel)
     _check_coverage(run)
     _check_small_files(run)
@@ -130,7 +134,18 @@ def verify(
     )
 
 
-def _skipped(run: _Run) -> tuple[str, ...]:
+def new_run(
+    files: PreparedFiles,
+    level: Level,
+    source: Path | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """A verification of `files` that has not looked at anything yet."""
+    stored, listed = stored_by_file(files.manifest), _listed_by_file(files.manifest)
+    return Run(files, level, source, {}, Cancel(progress), stored, listed)
+
+
+def _skipped(run: Run) -> tuple[str, ...]:
     skipped = []
     if run.level == "quick":
         skipped.append("tensor bytes and file digests (use --full)")
@@ -142,7 +157,7 @@ def _skipped(run: _Run) -> tuple[str, ...]:
     return tuple(skipped)
 
 
-def _check_listing(run: _Run) -> None:
+def _check_listing(run: Run) -> None:
     """Every file of the manifest is there with its size, and nothing else is."""
     expected = {record.name: record.nbytes for record in run.files.manifest.files}
     present = set(list_files(run.files.root))
@@ -157,7 +172,7 @@ def _check_listing(run: _Run) -> None:
         run.say(name, "is not in the manifest: added after the conversion")
 
 
-def _check_sums(run: _Run) -> None:
+def _check_sums(run: Run) -> None:
     """SHA256SUMS says of every file what the manifest says, and holds the manifest itself."""
     path = run.files.root / SUMS_NAME
     if not path.is_file():
@@ -183,7 +198,9 @@ def _check_sums(run: _Run) -> None:
             )
 
 
-def _file_job(run: _Run, record: FileRecord) -> Callable[[], None]:
+def file_job(run: Run, record: FileRecord) -> Callable[[], None]:
+    """The check of one file, which notes in `run` whatever is wrong."""
+
     def job() -> None:
         try:
             if record.role == "shard":
@@ -191,12 +208,47 @@ def _file_job(run: _Run, record: FileRecord) -> Callable[[], None]:
             elif run.level != "quick":
                 _check_file(run, record)
         except Mxfp4PrepError as error:
-            run.say(record.name, str(error).removeprefix(f"{record.name}: "))
+            run.say(record.name, *_placed(error, record.name))
+            if record.role == "shard":
+                _name_damaged_entries(run, record)
 
     return job
 
 
-def _check_file(run: _Run, record: FileRecord) -> None:
+def _listed_by_file(manifest: Manifest) -> dict[str, list[str]]:
+    """Every tensor that the manifest knows, by the file that should hold it."""
+    files: dict[str, list[str]] = {}
+    for layer in manifest.layers:
+        for stored in (layer.weight, layer.scale):
+            files.setdefault(stored.file, []).append(stored.tensor)
+    for copied in manifest.tensors:
+        files.setdefault(copied.file, []).append(copied.name)
+    return files
+
+
+def _placed(error: Mxfp4PrepError, file: str) -> tuple[str, str | None]:
+    """What an error about `file` says, and the tensor that it names as `FILE: TENSOR`."""
+    text, tensor = str(error).removeprefix(f"{printable(file)}: "), None
+    if error.where.startswith(f"{file}: "):
+        tensor = error.where.removeprefix(f"{file}: ")
+        text = text.removeprefix(f"{printable(tensor)}: ")
+    return text, tensor
+
+
+def _name_damaged_entries(run: Run, record: FileRecord) -> None:
+    """A header that cannot be used: in the entries of which tensors the damage is."""
+    try:
+        raw = read_raw_header(run.files.root / record.name)
+    except Mxfp4PrepError:
+        return  # said already
+    damaged = damaged_entries(raw, run.listed.get(record.name, []))
+    for name in damaged[:MOST_NAMED]:
+        run.say(record.name, "its entry in the header is not as it was written", name)
+    if len(damaged) > MOST_NAMED:
+        run.say(record.name, f"the entries of {len(damaged)} tensors are not as they were written")
+
+
+def _check_file(run: Run, record: FileRecord) -> None:
     """A file that is not a shard: its digest, and for deep its source's."""
     found = _sha256(run, run.files.root / record.name, record.name)
     if found != record.sha256:
@@ -219,7 +271,7 @@ def _source_name(record: FileRecord) -> str | None:
     return None
 
 
-def _sha256(run: _Run, path: Path, name: str) -> str:
+def _sha256(run: Run, path: Path, name: str) -> str:
     fd = io.open_read(path)
     digest = hashlib.sha256()
     try:
@@ -236,18 +288,24 @@ def _sha256(run: _Run, path: Path, name: str) -> str:
     return digest.hexdigest()
 
 
-def _check_shard(run: _Run, record: FileRecord) -> None:
+def _check_shard(run: Run, record: FileRecord) -> None:
     header, tensors = shard_tensors(run.files, record, run.stored.get(record.name, {}))
     run.tensors += len(tensors)
     run.shards[record.name] = header, tensors
+    found = {tensor.stored.name for tensor in tensors}
+    for name in sorted(found.symmetric_difference(run.listed.get(record.name, []))):
+        known = "is in the file but not in the manifest" if name in found else "is missing"
+        run.say(record.name, known, name)
     _ask_safetensors(run, record, tensors)
     if run.level == "quick":
         return
-    against = _source_shard(run, record, header, tensors)
     digests = TensorDigests()
     sha256 = hashlib.sha256()
-    fd = io.open_read(run.files.root / record.name)
-    try:
+    with ExitStack() as opened:
+        fd = opened.enter_context(io.reading(run.files.root / record.name, record.name))
+        against = _source_shard(run, record, header, tensors)
+        if against is not None:
+            opened.callback(against.close)
         prefix = memoryview(bytearray(header.data_start))
         io.pread_into(fd, prefix, 0, record.name)
         sha256.update(prefix)
@@ -267,17 +325,13 @@ def _check_shard(run: _Run, record: FileRecord) -> None:
                 against.compare(piece)
             run.nbytes += len(piece.read)
             run.cancel.done(len(piece.read))
-    finally:
-        io.close(fd, record.name)
-        if against is not None:
-            against.close()
     _judge_shard(run, record, tensors, digests, sha256.hexdigest())
     if against is not None:
         for name in against.different(tensors):
             run.say(record.name, "the inverse differs from the source's bytes", name)
 
 
-def _ask_safetensors(run: _Run, record: FileRecord, tensors: list[TensorPlan]) -> None:
+def _ask_safetensors(run: Run, record: FileRecord, tensors: list[TensorPlan]) -> None:
     """A second reader, the one that everybody uses, finds the same tensors in the file."""
     try:
         with safe_open(run.files.root / record.name, framework="pt") as opened:
@@ -290,7 +344,7 @@ def _ask_safetensors(run: _Run, record: FileRecord, tensors: list[TensorPlan]) -
 
 
 def _source_shard(
-    run: _Run, record: FileRecord, header: Header, tensors: list[TensorPlan]
+    run: Run, record: FileRecord, header: Header, tensors: list[TensorPlan]
 ) -> SourceShard | None:
     """Deep: the source's shard to compare with; a problem is said when there is none."""
     if run.level != "deep" or run.source is None:
@@ -307,7 +361,7 @@ def _source_shard(
 
 
 def _judge_shard(
-    run: _Run,
+    run: Run,
     record: FileRecord,
     tensors: list[TensorPlan],
     digests: TensorDigests,
@@ -332,7 +386,7 @@ def _judge_shard(
         run.say(record.name, f"sha256: found {sha256}, expected {record.sha256}{where}")
 
 
-def _check_coverage(run: _Run) -> None:
+def _check_coverage(run: Run) -> None:
     """Digests, layers and copied tensors speak of the same set of tensors."""
     manifest = run.files.manifest
     named = {t.name for t in manifest.tensors}
@@ -343,7 +397,7 @@ def _check_coverage(run: _Run) -> None:
         run.say(DIGESTS_NAME, where, name)
 
 
-def _check_small_files(run: _Run) -> None:
+def _check_small_files(run: Run) -> None:
     """config.json, the index and the roles of files agree with the originals and the shards."""
     shard_of = {
         tensor.stored.name: name for name, (_, tensors) in run.shards.items() for tensor in tensors
@@ -353,19 +407,19 @@ def _check_small_files(run: _Run) -> None:
             run.say(file, what)
 
 
-def _check_plan(run: _Run) -> None:
+def _check_plan(run: Run) -> None:
     """The manifest says of every layer what planning says again from the headers and config."""
     shards = {record.name for record in run.files.files("shard")}
     if not can_rederive(run.files) or run.shards.keys() != shards:
         return
     try:
         for place in disagreements(run.files, run.shards):
-            run.say(MANIFEST_NAME, f"{place.name}: {place.what}")
+            run.say(MANIFEST_NAME, place.what, place.name)
     except Mxfp4PrepError as error:
         run.say(MANIFEST_NAME, f"its source cannot be planned again: {error}")
 
 
-def _check_source_listing(run: _Run) -> None:
+def _check_source_listing(run: Run) -> None:
     """Deep: the source has no file that the prepared checkpoint does not account for."""
     if run.level != "deep" or run.source is None:
         return

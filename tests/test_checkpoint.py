@@ -186,6 +186,148 @@ def test_config_missing(sharded):
     fails(sharded, r"no config\.json in it")
 
 
+FIRST, SECOND, THIRD = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
+NORM = "model.norm.weight"
+
+
+def listing(**changes):
+    """The index with other entries in its weight_map."""
+    return lambda root: edit_index(root, lambda d: d["weight_map"].update(changes))
+
+
+def without(name):
+    return lambda root: edit_index(root, lambda d: d["weight_map"].pop(name))
+
+
+def instead(raw):
+    return lambda root: (root / INDEX).write_bytes(raw)
+
+
+def sized(value):
+    return lambda root: edit_index(root, lambda d: d["metadata"].update(total_size=value))
+
+
+def renamed(old, new):
+    return lambda root: (root / old).rename(root / new)
+
+
+def another(name, **tensors):
+    """One more file of tensors, which the index does not know."""
+    made = {key: torch.ones(value) for key, value in tensors.items()}
+    return lambda root: write_shards(root, made, [name])
+
+
+def both(*changes):
+    return lambda root: [change(root) for change in changes]
+
+
+INDEX_LIES = {  # what was done, the finding's code or what is said
+    "true": (both(), ()),
+    "a shard is missing": (
+        lambda root: (root / SECOND).unlink(),
+        "1 of 3 files .* not here: model-00002",
+    ),
+    "every shard is missing": (
+        lambda root: [(root / name).unlink() for name in (FIRST, SECOND, THIRD)],
+        "3 of 3 files it names are not here",
+    ),
+    "a shard in another case": (renamed(SECOND, SECOND.upper()), "not here: model-00002"),
+    "the index in another case": (renamed(INDEX, INDEX.upper()), ()),
+    "a stray shard": (another("model.safetensors", stray=2), ("stray_file",)),
+    "two stray shards": (
+        both(another("a.safetensors", stray=2), another("b.safetensors", other=2)),
+        ("stray_file",),
+    ),
+    "a shard of an older set": (
+        another("model-00001-of-00002.safetensors", **{NORM: 2}),
+        ("stray_file",),
+    ),
+    "a tensor that is nowhere": (listing(ghost=FIRST), "tensor ghost is not in model-00001"),
+    "a tensor elsewhere": (
+        listing(**{NORM: FIRST}),
+        "tensor model.norm.weight: found in model-00002",
+    ),
+    "a tensor in another case": (
+        both(without(NORM), listing(**{NORM.upper(): SECOND})),
+        "tensor MODEL.NORM.WEIGHT is not in",
+    ),
+    "a tensor not listed": (without(NORM), ("not_in_index",)),
+    "a tensor twice": (
+        both(another("x.safetensors", x=1, **{NORM: 1}), listing(x="x.safetensors")),
+        "tensor model.norm.weight stands in model-00002.* too",
+    ),
+    "a tensor listed twice": (
+        instead(b'{"weight_map":{"a":"b.safetensors","a":"b.safetensors"}}'),
+        "key 'a' stands twice",
+    ),
+    "an empty shard listed by none": (another("empty.safetensors"), ("stray_file",)),
+    "total_size of less": (sized(3), ("total_size",)),
+    "total_size of nothing": (sized(0), ("total_size",)),
+    "total_size below zero": (sized(-1), ("total_size",)),
+    "total_size as text": (sized("big"), ("total_size",)),
+    "total_size of 1e400": (sized(1e400), ("total_size",)),
+    "total_size a list": (sized([1]), ("total_size",)),
+    "no metadata": (lambda root: edit_index(root, lambda d: d.pop("metadata")), ("total_size",)),
+    "metadata a list": (
+        lambda root: edit_index(root, lambda d: d.update(metadata=[])),
+        ("total_size",),
+    ),
+    "an empty map": (
+        instead(b'{"metadata":{},"weight_map":{}}'),
+        "weight_map: found dict, expected tensor",
+    ),
+    "no map": (instead(b"{}"), "weight_map: found NoneType"),
+    "the map a list": (instead(b'{"weight_map":[]}'), "weight_map: found list"),
+    "a file outside": (
+        listing(**{NORM: f"../{FIRST}"}),
+        "weight_map entry of model.norm.weight: found '../",
+    ),
+    "an absolute file": (listing(**{NORM: f"/{FIRST}"}), "weight_map entry of .*: found '/model"),
+    "the file itself, by a detour": (
+        listing(**{NORM: f"./{SECOND}"}),
+        "weight_map entry of .*: found './",
+    ),
+    "a file of another kind": (
+        listing(**{NORM: "config.json"}),
+        "weight_map entry of .*: found 'config",
+    ),
+    "no file": (listing(**{NORM: None}), "weight_map entry of .*: found None"),
+    "a file with an escape": (
+        listing(**{NORM: "\x1b.safetensors"}),
+        r"weight_map entry of .*: found '\\x1b",
+    ),
+    "not JSON": (instead(b"{"), "index.json: not valid JSON"),
+    "not an object": (instead(b"[]"), "index.json: not a JSON object"),
+    "empty": (instead(b""), "index.json: not valid JSON: Expecting value"),
+    "not text": (instead(b"\xff"), "index.json: not valid JSON: 'utf-8'"),
+    "a single file and no index": (lambda root: (root / INDEX).unlink(), ()),
+    "no index and a gap": (
+        both(lambda root: (root / INDEX).unlink(), lambda root: (root / SECOND).unlink()),
+        "1 of 3 shards are not here, by the names of the others",
+    ),
+    "no index and two sets": (
+        both(lambda root: (root / INDEX).unlink(), another("model.safetensors", **{NORM: 1})),
+        "tensor model.norm.weight stands in model-00002.* too",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", INDEX_LIES)
+def test_an_index_that_lies(sharded, lie, tried):
+    change, expected = INDEX_LIES[lie]
+    change(sharded)
+    if isinstance(expected, tuple):
+        findings = open_checkpoint(sharded).findings
+        assert tuple(finding.code for finding in findings) == expected
+        assert all(finding.message.isprintable() for finding in findings)
+    else:
+        error = fails(sharded, expected)
+        assert error.exit_code == 3
+        assert str(error).isprintable()
+    if expected:
+        tried("I1")
+
+
 def test_duplicate_tensor_across_shards(sharded):
     tensors = {name: torch.ones(1) for name in ("model.norm.weight", "other")}
     write_shards(sharded, tensors, ["extra.safetensors"])
@@ -213,6 +355,14 @@ def test_a_file_name_that_is_not_utf8(sharded):
     (sharded / os.fsdecode(b"bad\xff.txt")).write_text("x")
     error = fails(sharded, r"bad.*is not UTF-8", Unsupported)
     str(error).encode()
+
+
+def test_a_locale_that_reads_utf8_names_otherwise(sharded, monkeypatch):
+    """There two letters would stand in the manifest for one."""
+    (sharded / "\u00e9.txt").write_text("x")
+    monkeypatch.setattr(os, "fsencode", lambda name: name.encode("latin-1"))
+    error = fails(sharded, "is not UTF-8", Unsupported)
+    assert "PYTHONUTF8=1" in error.hint
 
 
 def test_bookkeeping_folders_are_left_out(sharded):

@@ -14,18 +14,21 @@ and compares with `logits_no_output_quant`: KV-cache quantizers are an engine's 
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import FIXTURES
+from conftest import FIXTURES, MXFP4_FIXTURES
+from prepared_factory import decode64
 from safetensors.torch import load_file
 from test_convert import converted
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mxfp4prep
+from mxfp4prep.restore import restore
 
 REFERENCES = sorted(
     p.name.removesuffix(".reference.safetensors") for p in FIXTURES.glob("*.reference.safetensors")
@@ -139,6 +142,74 @@ def test_logits_are_quarks(fixture_name, prepared_dir, quantize):
     # Quantizing activations matters: the two references must not pass for one another.
     if quantize and not torch.equal(reference["logits"], reference["logits_weights_only"]):
         assert (logits - reference["logits_weights_only"]).abs().max().item() > TOLERANCE
+
+
+def ml_dtypes_values(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """(..., k) float64 by ml_dtypes, NaN where a scale byte is 255."""
+    return decode64(packed, scale.view(torch.uint8), 2 * packed.shape[-1])
+
+
+def with_nan_scales(source: Path, copy: Path) -> Path:
+    """A copy in which every scale tensor begins with the bytes 255 and 0."""
+    shutil.copytree(source, copy)
+    for path in copy.glob("*.safetensors"):
+        raw = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(raw[:8], "little")
+        for name, entry in json.loads(raw[8:start]).items():
+            if name.endswith("scale") and entry["dtype"] == "U8":
+                begin = start + entry["data_offsets"][0]
+                raw[begin : begin + 2] = b"\xff\0"
+        path.write_bytes(raw)
+    return copy
+
+
+NAN = [name for name in MXFP4_FIXTURES if name.startswith(("version-0.1", "qwen3"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "nan"),
+    [*((name, False) for name in MXFP4_FIXTURES), *((name, True) for name in NAN)],
+)
+def test_what_the_bytes_mean_is_what_they_meant(name, tmp_path, nan, tried):
+    """Every tensor, decoded by ml_dtypes before and after the way there and back, bit for bit; and
+    every layer in between, by one-hot rows through the runtime: each column of the product is a
+    column of the weight."""
+    source = FIXTURES / name
+    if nan:
+        source = with_nan_scales(source, tmp_path / "nan")
+    out = converted(source, tmp_path / "out").out
+    back = restore(out, tmp_path / "back").out
+    before, after = (
+        {k: v for p in sorted(root.glob("*.safetensors")) for k, v in load_file(p).items()}
+        for root in (source, back)
+    )
+    assert before.keys() == after.keys()
+    prepared = mxfp4prep.load(out)
+    taken, seen_nan = set(), False
+    for name in prepared:
+        weight = f"{name}.weight"
+        scale = next(
+            s for s in (f"{name}.weight_scale", f"{name}.weight_quantizer.scale") if s in before
+        )
+        taken |= {weight, scale}
+        dense = ml_dtypes_values(before[weight], before[scale])
+        assert torch.equal(
+            dense.view(torch.int64), ml_dtypes_values(after[weight], after[scale]).view(torch.int64)
+        )
+        seen_nan |= bool(dense.isnan().any())
+        layer = prepared[name]
+        layer.quantize_activations = False
+        layer.bias = None
+        y = layer(torch.eye(layer.k, dtype=torch.float32))
+        whole = dense.isfinite().all(dim=1)  # 0 * NaN is NaN all over a row with a NaN block
+        assert torch.equal(y.T[whole].double(), dense[whole])
+        assert y.T[~whole].isnan().all()
+    for name in before.keys() - taken:
+        assert before[name].dtype == after[name].dtype
+        one, other = (root[name].reshape(-1).view(torch.uint8) for root in (before, after))
+        assert torch.equal(one, other)
+    assert seen_nan is nan
+    tried("N3")
 
 
 def test_every_mxfp4_fixture_loads_and_runs(mxfp4_fixture, tmp_path):

@@ -190,7 +190,7 @@ def values_of(matrix):
 
 
 @pytest.mark.parametrize("path", ["triton", "kept"])
-def test_every_code_under_every_scale_byte(unpack, path):
+def test_every_code_under_every_scale_byte(unpack, path, tried):
     codes = torch.arange(16, dtype=torch.uint8)
     packed = (codes | codes.flip(0) << 4).expand(256, 16).contiguous()  # all, in either nibble
     matrix = stored(path, packed, torch.arange(256, dtype=torch.uint8).view(256, 1), 32)
@@ -200,6 +200,7 @@ def test_every_code_under_every_scale_byte(unpack, path):
     assert not found[:255].isnan().any()
     smallest = found[0][matrix.dense[0] != 0].abs().double().min()
     assert smallest == 2.0**-128  # subnormal in bfloat16, and not flushed
+    tried("N4")
 
 
 def test_every_code_on_either_side_under_every_scale_byte_of_tiles(unpack):
@@ -227,9 +228,10 @@ def test_every_code_on_either_side_under_every_scale_byte_of_tiles(unpack):
         ("kept", 64, 33),
     ],
 )
-def test_expanded(unpack, path, n, k):
+def test_expanded(unpack, path, n, k, tried):
     matrix = random_stored(path, n, k, torch.Generator().manual_seed(n + k), low=0, high=256)
     assert_same_values(unpack(matrix), values_of(matrix))
+    tried("N4")
 
 
 def test_expanding_writes_the_matrix_and_nothing_else():

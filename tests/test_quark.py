@@ -260,8 +260,9 @@ def test_every_config_variant_is_in_the_table() -> None:
 
 @pytest.mark.parametrize(("variant", "expected"), VARIANTS.items())
 def test_config_variants_with_tensors_as_that_scheme_stores_them(
-    variant: str, expected: str
+    variant: str, expected: str, tried: Any
 ) -> None:
+    tried("Q1")
     path = FIXTURES / "config-variants" / f"quantization_config-{variant}.json"
     config = {"quantization_config": json.loads(path.read_text())}
     rows = STORED_AS.get(variant.rpartition("scheme-")[2], packed("m"))
@@ -1005,13 +1006,14 @@ REFUSED: dict[str, tuple[Rows, dict[str, Any], type[Mxfp4PrepError], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str) -> None:
+def test_refused(case: str, tried: Any) -> None:
     """P56 (f4), P28 (packed_but...), P43 (no_scale, scale_alone): found and expected, one line."""
     rows, section, error, words = REFUSED[case]
     with pytest.raises(Mxfp4PrepError, match=words) as raised:
         run(rows, **section)
     assert type(raised.value) is error
     assert "\n" not in str(raised.value)
+    tried("Q1")
 
 
 JSON = st.recursive(

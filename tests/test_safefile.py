@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
 import random
 import re
 import struct
 import tracemalloc
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ FILES = sorted(DATA.rglob("*.safetensors"))
 KIB = b"\1" * 1024
 LONG = "n" * 65536
 NINES = "9" * 5000
+BEYOND_FLOATS = 2**53 + 1  # what is read as a float becomes 2^53
 
 
 def file_of(header: str | bytes, data: bytes = b"") -> bytes:
@@ -337,6 +340,34 @@ MALFORMED: dict[str, tuple[str | bytes, bytes, str]] = {
     "no fields": ('{"a":{}}', b"", "f: a: dtype is missing"),
     "empty name": (f'{{"":{A}}}', b"1234", "f: (empty name): a tensor's name must not be empty"),
     "NUL in a name": (f'{{"a\\u0000b":{A}}}', b"1234", "f: a\\x00b: a tensor's name must not"),
+    "offsets twice": (
+        '{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4],"data_offsets":[0,4]}}',
+        b"1234",
+        "f: a: the field 'data_offsets' is there twice",
+    ),
+    "field twice, spelled otherwise": (
+        '{"a":{"dtype":"U8","dt\\u0079pe":"U8","shape":[4],"data_offsets":[0,4]}}',
+        b"1234",
+        "f: a: the field 'dtype' is there twice",
+    ),
+    "metadata key twice, spelled otherwise": (
+        '{"__metadata__":{"a":"1","\\u0061":"1"}}',
+        b"",
+        "the key 'a' is there twice",
+    ),
+    "metadata twice, spelled otherwise": (
+        '{"__metadata__":{},"__metadata_\\u005f":{}}',
+        b"",
+        "__metadata__: is there twice",
+    ),
+    "64 KiB name twice": (f'{{"{LONG}":{A},"{LONG}":{A}}}', b"1234", "is there twice"),
+    "64 KiB name in a duplicate field": (
+        f'{{"a":{{"{LONG}":1,"{LONG}":1}}}}',
+        b"1234",
+        "f: a: the field 'nnn",
+    ),
+    "lone surrogate of a wrong tensor": (f'{{"\\ud800":{tensor("X")}}}', b"1234", "f: \\ud800: "),
+    "surrogates the wrong way round": (f'{{"\\udc00\\ud800":{A}}}', b"1234", "lone surrogate"),
     # Types
     "tensor is an array": ('{"a":["U8",[4],[0,4]]}', b"1234", "f: a: not a JSON object"),
     "tensor is null": ('{"a":null}', b"", "f: a: not a JSON object: found None"),
@@ -358,6 +389,10 @@ MALFORMED: dict[str, tuple[str | bytes, bytes, str]] = {
     ),
     "dtype list": ('{"a":{"dtype":[],"shape":[4],"data_offsets":[0,4]}}', b"1234", "found []"),
     "dtype object": ('{"a":{"dtype":{},"shape":[4],"data_offsets":[0,4]}}', b"", "a JSON object"),
+    "dtype NaN": ('{"a":{"dtype":NaN,"shape":[4],"data_offsets":[0,4]}}', b"", "found nan"),
+    "tensor is Infinity": ('{"a":Infinity}', b"", "f: a: not a JSON object: found inf"),
+    "metadata NaN": ('{"__metadata__":{"a":NaN}}', b"", "'a' is not a string: found nan"),
+    "metadata 2^64": (f'{{"__metadata__":{{"a":{2**64}}}}}', b"", f"found {2**64}"),
     "dtype null": ('{"a":{"dtype":null,"shape":[4],"data_offsets":[0,4]}}', b"1234", "dtype"),
     "shape null": (only(shape="null"), b"1234", "f: a: shape is wrong: found None"),
     "shape number": (only(shape="4"), b"1234", "f: a: shape is wrong: found 4"),
@@ -377,6 +412,16 @@ MALFORMED: dict[str, tuple[str | bytes, bytes, str]] = {
     "shape negative": (only(shape="[-4]"), b"1234", "shape is wrong: found [-4]"),
     "shape twice negative": (only(shape="[-2,-2]"), b"1234", "shape is wrong"),
     "shape -0": (only(shape="[-0]", offsets="[0,0]"), b"", "shape is wrong"),
+    "shape -Infinity": (only(shape="[-Infinity]"), b"1234", "shape is wrong: found [-inf]"),
+    "shape 1e400 negative": (only(shape="[-1e400]"), b"1234", "shape is wrong: found [-inf]"),
+    "shape 1e-400": (only(shape="[1e-400]", offsets="[0,0]"), b"", "found [0.0]"),
+    "shape -0.0": (only(shape="[-0.0]", offsets="[0,0]"), b"", "found [-0.0]"),
+    "shape 2^53 + 1": (
+        only(shape=f"[{BEYOND_FLOATS}]"),
+        b"1234",
+        f"found 4 bytes, expected {BEYOND_FLOATS}",
+    ),
+    "shape 2^53 + 1 as a float": (only(shape=f"[{BEYOND_FLOATS}.0]"), b"1234", "shape is wrong"),
     "shape 2^63": (
         only(shape=f"[0,{2**63}]", offsets="[0,0]"),
         b"",
@@ -416,6 +461,15 @@ MALFORMED: dict[str, tuple[str | bytes, bytes, str]] = {
     ),
     "offsets string": (only(offsets='["0","4"]'), b"1234", "found ['0', '4']"),
     "offsets negative": (only(offsets="[-4,0]"), b"1234", "found [-4, 0]"),
+    "offsets NaN": (only(offsets="[NaN,4]"), b"1234", "found [nan, 4]"),
+    "offsets Infinity": (only(offsets="[0,Infinity]"), b"1234", "found [0, inf]"),
+    "offsets 1e400": (only(offsets="[0,1e400]"), b"1234", "found [0, inf]"),
+    "offsets 2^53 + 1": (
+        only(offsets=f"[{BEYOND_FLOATS},{BEYOND_FLOATS + 4}]"),
+        b"1234",
+        f"f: a: {BEYOND_FLOATS} bytes before the tensor belong to none",
+    ),
+    "offsets of 5000 digits": (only(offsets=f"[0,{NINES}]"), b"1234", "f: a: a number in"),
     "offsets -0": (only(offsets="[-0,4]"), b"1234", "found [-0.0, 4]"),
     "offsets reversed": (only(offsets="[4,0]"), b"1234", "found [4, 0]"),
     "offsets 2^63": (
@@ -485,7 +539,7 @@ MALFORMED: dict[str, tuple[str | bytes, bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_headers_are_refused_by_name(tmp_path: Path, case: str) -> None:
+def test_malformed_headers_are_refused_by_name(tmp_path: Path, case: str, tried: Any) -> None:
     header, data, fragment = MALFORMED[case]
     with pytest.raises(InvalidCheckpoint) as caught:
         read(tmp_path / "f", file_of(header, data))
@@ -495,10 +549,45 @@ def test_malformed_headers_are_refused_by_name(tmp_path: Path, case: str) -> Non
     assert message.isprintable()
     assert len(message) < 700
     assert caught.value.exit_code == 3
+    place = caught.value.where.removeprefix("f").removeprefix(": ")
+    assert bool(place) is (case not in NO_TENSOR), "the tensor is named where there is one"
+    tried("H1")
 
 
-def test_the_table_is_as_long_as_promised() -> None:
-    assert len(MALFORMED) >= 60
+NO_TENSOR = re.findall(
+    r"\S.*\S",
+    """not JSON
+    cut JSON
+    unclosed string
+    two objects
+    trailing comma
+    single quotes
+    raw newline in a name
+    bad escape
+    comment
+    not UTF-8
+    UTF-8 surrogate
+    overlong UTF-8
+    UTF-16
+    depth 1e5
+    depth 1e5 of objects
+    list in place of the object
+    string
+    null
+    leading space
+    byte order mark
+    newline padding
+    tab padding
+    NUL padding
+    carriage return, then space
+    trailing byte
+    data without tensors""",
+)
+"""Cases that are wrong outside of any tensor's entry, or where no entry can be made out."""
+
+
+def test_cases_without_a_tensor_are_cases() -> None:
+    assert set(NO_TENSOR) < set(MALFORMED)
 
 
 def test_errors_use_the_name_that_the_caller_gives(tmp_path: Path) -> None:
@@ -560,7 +649,7 @@ OTHER: dict[str, tuple[bytes, str, str]] = {  # content, what is said, the hint
 
 
 @pytest.mark.parametrize("case", OTHER)
-def test_other_files_are_recognised(tmp_path: Path, case: str) -> None:
+def test_other_files_are_recognised(tmp_path: Path, case: str, tried: Any) -> None:
     content, fragment, hint = OTHER[case]
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
@@ -574,6 +663,7 @@ def test_other_files_are_recognised(tmp_path: Path, case: str) -> None:
     assert fragment in str(caught.value)
     assert str(caught.value).startswith("model.safetensors: ")
     assert hint in (caught.value.hint or "")
+    tried("H1")
 
 
 def test_a_header_length_that_begins_like_a_pickle_is_still_a_header(tmp_path: Path) -> None:
@@ -609,13 +699,17 @@ def small_file() -> bytes:
     return safetensors.numpy.save({**arrays, "e": np.zeros((0, 2), np.int64)}, {"format": "pt"})
 
 
-def test_truncation_at_every_byte_is_refused_with_the_count(tmp_path: Path) -> None:
-    content = small_file()
+def test_truncation_at_every_byte_is_refused_with_the_count(tmp_path: Path, tried: Any) -> None:
+    arrays = {f"model.layers.{i}.weight": np.arange(40 + i, dtype=np.uint8) for i in range(32)}
+    content = safetensors.numpy.save({**arrays, "e": np.zeros((0, 2), np.int64)}, {"format": "pt"})
     whole = read(tmp_path / "whole", content)
-    lengths = random.Random(0).sample(range(whole.data_start, len(content)), 20)
-    for nbytes in [*range(whole.data_start), *lengths]:
+    lengths = random.Random(0).sample(range(whole.data_start, len(content)), 256)
+    tried("H4", whole.data_start + len(lengths))
+    (tmp_path / "f").write_bytes(content)
+    for nbytes in [*sorted(lengths, reverse=True), *reversed(range(whole.data_start))]:
+        os.truncate(tmp_path / "f", nbytes)
         with pytest.raises(InvalidCheckpoint) as caught:
-            read(tmp_path / "f", content[:nbytes])
+            read_header(tmp_path / "f")
         message = str(caught.value)
         if nbytes >= whole.data_start:
             assert f"{len(content) - nbytes} bytes are missing" in message
@@ -777,15 +871,23 @@ def swapped(draw: st.DrawFn, header: bytes) -> bytes:
         return header
 
 
-@settings(
-    deadline=None,
-    derandomize=True,
-    max_examples=800,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(content=mutated())
-def test_what_we_accept_safetensors_reads_the_same(tmp_path: Path, content: bytes) -> None:
-    agrees_with_safetensors(tmp_path / "f", content)
+def test_what_we_accept_safetensors_reads_the_same(tmp_path: Path, tried: Any) -> None:
+    accepted: list[bool] = []
+
+    @settings(
+        deadline=None,
+        derandomize=True,
+        database=None,
+        max_examples=2000,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(content=mutated())
+    def check(content: bytes) -> None:
+        accepted.append(agrees_with_safetensors(tmp_path / "f", content))
+
+    check()
+    assert 0.2 < sum(accepted) / len(accepted) < 0.8
+    tried("H2", len(accepted))
 
 
 JSON_VALUES = st.recursive(
@@ -801,7 +903,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(value=st.dictionaries(st.text(max_size=3), JSON_VALUES, max_size=4), ascii=st.booleans())
 def test_any_json_is_read_or_refused_with_our_error(value: Any, ascii: bool) -> None:
     raw = json.dumps(value, ensure_ascii=ascii).encode()
@@ -835,8 +937,8 @@ def test_the_cases_we_refuse_and_safetensors_reads_are_the_listed_ones(tmp_path:
 # Size
 
 
-def test_a_header_of_1e5_tensors_is_read_whole_in_little_memory(tmp_path: Path) -> None:
-    count = 100_000
+def test_a_header_of_many_tensors_is_read_whole_in_little_memory(tmp_path: Path) -> None:
+    count = 20_000
     entries = [
         TensorEntry(f"layers.{i // 99}.experts.{i}.weight", "U8", (2, 3), 6 * i, 6 * i + 6)
         for i in range(count)
@@ -856,3 +958,197 @@ def test_a_header_of_1e5_tensors_is_read_whole_in_little_memory(tmp_path: Path) 
     assert len({id(entry.dtype) for entry in header.tensors}) == 1
     assert held < 500 * count  # bytes
     assert peak < 1000 * count
+
+
+# Whole messages
+
+AGAIN = "download the file again"
+MESSAGES: list[tuple[str, int, str, str | None]] = [  # header, bytes of data, message, hint
+    (
+        only(shape=f"[{2**62},4]"),
+        4,
+        "a: shape overflows: found [4611686018427387904, 4], expected fewer than 2^63 bits",
+        None,
+    ),
+    (
+        only(shape="[-1]"),
+        4,
+        "a: shape is wrong: found [-1], expected integers from 0 to 2^63 - 1",
+        None,
+    ),
+    (
+        only(),
+        3,
+        "a: truncated from this tensor on: 1 bytes are missing: found 3 bytes of data, expected 4",
+        AGAIN,
+    ),
+    (
+        only(offsets="[1,5]"),
+        5,
+        "a: 1 bytes before the tensor belong to none: found begin 1, expected 0",
+        None,
+    ),
+    (f'{{"a":{A},"b":{A}}}', 4, "b: overlaps a: found begin 0, expected 4", None),
+    (
+        only(),
+        6,
+        "2 bytes after the last tensor belong to none: found 6 bytes of data, expected 4",
+        None,
+    ),
+    (
+        only("X"),
+        4,
+        "a: unknown dtype: found 'X', expected one of F4 F6_E2M3 F6_E3M2 BOOL U8 I8 F8_E4M3 "
+        "F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32 I64 U64 F64 C64",
+        None,
+    ),
+    (
+        only("F4", "[3]", "[0,1]"),
+        1,
+        "a: F4 [3] is not a whole number of bytes: found 12 bits",
+        None,
+    ),
+    (
+        only(offsets="[4,0]"),
+        4,
+        "a: data_offsets are wrong: found [4, 0], expected integers, 0 <= begin <= end < 2^63",
+        None,
+    ),
+    (
+        only(offsets="[0,3]"),
+        3,
+        "a: data_offsets do not fit U8 [4]: found 3 bytes, expected 4",
+        None,
+    ),
+    ('{"a":{"x":1}}', 4, "a: unknown field 'x': expected dtype, shape, data_offsets", None),
+    (
+        '{"a":{"shape":4,"dtype":"U8","data_offsets":[0,4]}}',
+        4,
+        "a: shape is wrong: found 4, expected a list of integers",
+        None,
+    ),
+    (
+        '{"a":{"shape":[4],"dtype":"U8","data_offsets":[0]}}',
+        4,
+        "a: data_offsets are wrong: found [0], expected two integers",
+        None,
+    ),
+    ("x", 4, "not safetensors: its header begins wrong: found b'x', expected '{'", AGAIN),
+    ("", 4, "not safetensors: its header begins wrong: found b'', expected '{'", AGAIN),
+]
+
+
+@pytest.mark.parametrize(("header", "nbytes", "message", "hint"), MESSAGES)
+def test_a_refusal_says_place_found_expected_and_way_out(
+    header: str, nbytes: int, message: str, hint: str | None
+) -> None:
+    with pytest.raises(InvalidCheckpoint) as caught:
+        parse_header(header.encode(), nbytes, "f")
+    assert str(caught.value) == f"f: {message}"
+    assert caught.value.hint == hint
+
+
+def message_of(raw: bytes) -> str:
+    with pytest.raises(InvalidCheckpoint) as caught:
+        parse_header(raw, 0, "f")
+    return str(caught.value)
+
+
+def test_a_byte_that_is_not_utf8_is_told_by_its_place() -> None:
+    message = "f: the header is not UTF-8: invalid start byte at byte 2"
+    assert message_of(b'{"\xff":{}}') == message
+
+
+def test_names_of_200_characters_are_told_whole() -> None:
+    for length, told in (
+        (200, "n" * 200),
+        (201, "n" * 150 + "... (201 characters)"),
+    ):
+        message = message_of(f'{{"{"n" * length}":{tensor("X")}}}'.encode())
+        assert message.startswith(f"f: {told}: unknown dtype")
+
+
+def test_a_syntax_error_names_the_entry_that_it_stands_in() -> None:
+    wrong = "the header is not valid JSON: "
+    for header, entry in (
+        ('{"a":{"dtype":"U8",}}', "a: "),
+        ('{"a":{},"b" : {"dtype":!}}', "b: "),
+        ('{"a":{!', "a: "),
+        ('{"a":{"dtype":"U8"},}', ""),
+        ('{"a":{}!', ""),
+        ('{"a":1,}', ""),
+    ):
+        assert message_of(header.encode()).startswith(f"f: {entry}{wrong}"), header
+
+
+def test_an_entry_is_looked_for_within_a_mebibyte() -> None:
+    opening = '"n":{'
+    for spaces, entry in ((1 << 20, "n: "), ((1 << 20) + 1, "")):
+        header = "{" + opening + " " * (spaces - len(opening)) + "!"
+        assert message_of(header.encode()).startswith(f"f: {entry}the header is not valid JSON")
+
+
+@pytest.mark.parametrize(
+    ("mark", "most"), [("{", 2_500_000), ("[", 2_500_000), (":", 4_500_000), (",", 10_000_000)]
+)
+def test_more_values_than_a_million_tensors_have_are_refused_unread(mark: str, most: int) -> None:
+    known = int(mark == "{")
+    enough = b"{" + mark.encode() * (most - known)
+    assert "not valid JSON" in message_of(enough)
+    with pytest.raises(InvalidCheckpoint) as caught:
+        parse_header(enough + mark.encode(), 0, "f")
+    found = f"found {most + 1} times {mark!r}, expected at most {most}"
+    assert str(caught.value) == f"f: too many values in the header: {found}"
+    assert caught.value.hint == "split the checkpoint into more files"
+
+
+def test_a_name_that_cannot_be_written_is_told() -> None:
+    entries = [TensorEntry("twice", "U8", (0,), 0, 0)] * 2
+    with pytest.raises(InvalidCheckpoint) as caught:
+        encode_header(entries, None)
+    assert str(caught.value) == "header: twice: not usable as a tensor's name, or used twice"
+    with pytest.raises(InvalidCheckpoint) as caught:
+        encode_header([TensorEntry("\ud800", "U8", (0,), 0, 0)], None)
+    assert str(caught.value) == "header: a name or metadata holds a lone surrogate"
+
+
+def test_a_header_cannot_be_changed(tmp_path: Path) -> None:
+    header = read(tmp_path / "f", file_of("{}"))
+    with pytest.raises(FrozenInstanceError):
+        header.data_start = 9
+
+
+def test_of_a_long_list_eight_items_are_told() -> None:
+    for sizes, told in (
+        ('1,1,1,1,1,1,1,"x"', "[1, 1, 1, 1, 1, 1, 1, 'x']"),
+        ('1,1,1,1,1,1,1,2,"x"', "[1, 1, 1, 1, 1, 1, 1, 2, ...]"),
+    ):
+        message = message_of(only(shape=f"[{sizes}]").encode())
+        assert message.startswith(f"f: a: shape is wrong: found {told}, expected"), message
+
+
+def test_the_raw_header_is_what_stands_before_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raw(content: bytes) -> bytes:
+        (tmp_path / "f").write_bytes(content)
+        return safefile.read_raw_header(tmp_path / "f")
+
+    assert raw(file_of("no JSON", b"1234")) == b"no JSON"
+    assert raw(file_of("no JSON")) == b"no JSON"
+    assert raw(file_of("no JSON")[:-1]) == b""  # the length makes no sense
+    assert raw(struct.pack("<Q", 7 | 1 << 56) + b"no JSON") == b""
+    assert raw(b"") == raw(b"1234567") == raw(bytes(8)) == b""
+    monkeypatch.setattr(safefile, "MAX_HEADER_NBYTES", 7)
+    assert raw(file_of("no JSON", b"1234")) == b"no JSON"
+    monkeypatch.setattr(safefile, "MAX_HEADER_NBYTES", 6)
+    assert raw(file_of("no JSON", b"1234")) == b""
+
+
+def test_a_header_too_long_to_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safefile, "MAX_HEADER_NBYTES", 8)
+    with pytest.raises(InvalidCheckpoint) as caught:
+        encode_header([TensorEntry("a", "U8", (0,), 0, 0)], None)
+    found = "found a header of 56 bytes, expected at most 8"
+    assert str(caught.value) == f"header: too many tensors for one file: {found}"
+    assert caught.value.hint == "split the checkpoint into more files"

@@ -16,11 +16,17 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from mxfp4prep.errors import InvalidCheckpoint
+from mxfp4prep.quark.expressions import Effort, effort_of
 
 PatternKind = Literal["exact", "glob", "regex"]
 
 _DIGITS = str.maketrans("123456789", "000000000")
 WILD = re.compile(r"[*?\[]")
+
+
+MOST_STEPS = 1_000_000_000
+"""Steps that all expressions of a list may take on all names, some ten seconds: real ones take
+thousands of times fewer."""
 
 
 class Pattern(NamedTuple):
@@ -67,11 +73,12 @@ class PatternSet:
         self._known: dict[str, tuple[int, ...]] = {}
         self._runs: dict[int, dict[str, list[tuple[int, _Test]]]] = {}
         self._scan: list[tuple[int, _Test]] = []
+        patience = _Patience()
         for position, pattern in enumerate(patterns):
             if pattern.kind == "exact":
                 self._exact[pattern.text] = (*self._exact.get(pattern.text, ()), position)
                 continue
-            item = (position, _Test(pattern))
+            item = (position, _Test(pattern, patience))
             run = _demanded_run(pattern)
             if _is_digit_blind(pattern):
                 self._blind.append(item)
@@ -107,21 +114,44 @@ class PatternSet:
         return tuple(hits)
 
 
+class _Patience:
+    """Counts the steps that expressions may take, before they take them."""
+
+    def __init__(self) -> None:
+        self._left = MOST_STEPS
+
+    def spend(self, effort: Effort, pattern: Pattern, name: str) -> None:
+        """Raises InvalidCheckpoint when it is used up."""
+        self._left -= effort.steps(name)
+        if self._left < 0:
+            raise InvalidCheckpoint(
+                "config.json",
+                "a regular expression of quantization_config would take too long",
+                found=f"{pattern.text} on names such as {name[:60]}",
+                expected="a glob or a module name",
+            )
+
+
 class _Test:
     """Whether a glob or regex matches a name; compiled when first asked."""
 
-    __slots__ = ("_match", "_pattern")
+    __slots__ = ("_effort", "_match", "_patience", "_pattern")
 
-    def __init__(self, pattern: Pattern) -> None:
+    def __init__(self, pattern: Pattern, patience: _Patience) -> None:
         self._pattern = pattern
+        self._patience = patience
+        self._effort: Effort | None = None
         self._match: Callable[[str], object] | None = None
 
     def __call__(self, name: str) -> bool:
         if self._match is None:
             if self._pattern.kind == "regex":
                 self._match = _compile(self._pattern.text, "").match
+                self._effort = effort_of(self._pattern.text.removeprefix("re:"))
             else:
                 self._match = re.compile(fnmatch.translate(self._pattern.text)).match
+        if self._effort is not None:
+            self._patience.spend(self._effort, self._pattern, name)
         return self._match(name) is not None
 
 
@@ -141,14 +171,16 @@ def _compile(text: str, where: str) -> re.Pattern[str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "possible nested set" and the like
-            return re.compile(text.removeprefix("re:"))
-    except (re.error, RecursionError, OverflowError) as error:
+            compiled = re.compile(text.removeprefix("re:"))
+            effort_of(text.removeprefix("re:"))
+    except (re.error, RecursionError, OverflowError, ValueError) as error:
         raise InvalidCheckpoint(
             "config.json",
             f"quantization_config.{where} holds a bad regular expression ({error})",
             found=text,
             expected="re:EXPRESSION, a glob or a module name",
         ) from None
+    return compiled
 
 
 def _is_digit_blind(pattern: Pattern) -> bool:
