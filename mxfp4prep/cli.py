@@ -6,28 +6,25 @@ Nothing imports this module, and the environment is read here alone.
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mxfp4prep import bench_command, commands, diff_command, prepared_commands
+from mxfp4prep import bench_command, commands, diff_command, io, prepared_commands
 from mxfp4prep import options as o
 from mxfp4prep.errors import IOFailed, Mxfp4PrepError, UsageError
 from mxfp4prep.report import streams
 from mxfp4prep.report.voice import Voice
+from mxfp4prep.stopping import INTERRUPTED, Stop
 
 EXIT_USAGE = 2
 EXIT_INTERNAL = 70
 """EX_SOFTWARE of sysexits.h: a bug of ours, not an answer."""
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="mxfp4prep",
@@ -41,18 +38,20 @@ app = typer.Typer(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code; never raises, whatever happens inside."""
     streams.prepare()
+    stop = Stop()
     try:
-        with _stoppable(), warnings.catch_warnings():
+        with stop, warnings.catch_warnings():
             warnings.showwarning = _show_warning
             # torch says so where numpy is missing, which nothing here needs
             warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
             code = _run(list(sys.argv[1:] if argv is None else argv))
         streams.emit("")  # what Typer printed may still wait in the buffer
     except (KeyboardInterrupt, typer.Abort):
-        code = EXIT_INTERRUPTED
+        code = INTERRUPTED
     except Exception as error:
-        code = _failed(error)
-    if code == EXIT_INTERRUPTED:
+        # an interrupted import may end as another error: of the module that was cut short
+        code = INTERRUPTED if stop.asked else _failed(error)
+    if code == INTERRUPTED:
         streams.tell("interrupted")
     streams.settle()
     return code
@@ -98,30 +97,8 @@ def _known(error: Exception) -> Mxfp4PrepError | None:
     if isinstance(error, MemoryError):
         return IOFailed("memory", "not enough of it", hint="use fewer workers: --workers 1")
     if isinstance(error, OSError):
-        return IOFailed(error.filename or "output", error.strerror or str(error))
+        return io.failed(error.filename or "output", error)
     return None
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the work as Ctrl-C does, with everything cleaned up; a second one
-    kills. A signal that is ignored (nohup) stays ignored."""
-
-    def stop(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    taken = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) == signal.SIG_DFL]
-    for number in taken:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _show_warning(message: Warning | str, *_where: object, **_more: object) -> None:

@@ -132,6 +132,7 @@ def convert(
     format: o.FormatOpt = o.Format.text,
     workers: o.WorkersOpt = None,
     overwrite: o.OverwriteOpt = False,
+    resume: o.ResumeOpt = False,
     no_progress: o.NoProgressOpt = False,
     quiet: o.QuietOpt = False,
 ) -> None:
@@ -154,10 +155,22 @@ def convert(
     if dry_run:
         _print_plan(voice, plan, target, format)
         findings = plan.findings
+        if resume:
+            _tell_leftovers(voice, plan, target)
     else:
         silent = quiet or no_progress
-        with voice.progress("converting", lambda: plan.nbytes, silent=silent) as advance:
-            result = carry_out(plan, target, workers=workers, overwrite=overwrite, progress=advance)
+        with (
+            voice.notes(),
+            voice.progress("converting", lambda: plan.nbytes, silent=silent) as advance,
+        ):
+            result = carry_out(
+                plan,
+                target,
+                workers=workers,
+                overwrite=overwrite,
+                resume=resume,
+                progress=advance,
+            )
         findings = result.findings
         document = payload.convert(result)
         if format is o.Format.json:
@@ -169,6 +182,17 @@ def convert(
             voice.print_text(lambda screen: convert_text(document, screen, *words))
     if not quiet:
         voice.tell_findings(findings)
+
+
+def _tell_leftovers(voice: Voice, plan: Plan, target: Path) -> None:
+    from mxfp4prep.leftovers import finished
+
+    names = [shard.shard.name for shard in plan.shards]
+    count = finished(target.resolve(), names)
+    voice.say(
+        f"note: earlier runs have finished {count} of {len(names)} shards: each is compared before "
+        "it is taken over"
+    )
 
 
 def _plan(

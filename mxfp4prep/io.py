@@ -9,7 +9,7 @@ is opened: it can neither hang the program nor be drained.
 Reads are positional and never mapped: when a mapped file shrinks, SIGBUS kills the process.
 System calls that a signal interrupts are retried by Python itself (PEP 475).
 """
-# ruff: noqa: PTH116, PTH104, PTH102, PTH108 - the system calls by their own names
+# ruff: noqa: PTH101, PTH116, PTH104, PTH102, PTH108 - the system calls by their own names
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ _FAILURES: dict[int, tuple[str, str | None]] = {  # errno -> what is wrong, the 
     errno.ENFILE: ("the system has too many open files", "close other programs and try again"),
     errno.EIO: ("the disk reported an input/output error", "check the disk and the system log"),
     errno.ESTALE: ("the network filesystem lost the file", "mount it again and retry"),
+    errno.EINTR: ("a signal interrupted the system call", "try again"),
+    errno.ENOMEM: ("the system is out of memory", "use fewer workers, or close other programs"),
 }
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -101,11 +103,90 @@ def file_size(fd: int, where: object = "file") -> int:
         return os.fstat(fd).st_size
 
 
+@contextmanager
+def reading(path: Path, where: object | None = None) -> Iterator[int]:
+    """A descriptor as `open_read` gives it, closed at the end.
+
+    where   what an error of closing calls it; a failure inside the block hides such an error
+    """
+    fd = open_read(path)
+    try:
+        yield fd
+    except BaseException:
+        with suppress(IOFailed):
+            close(fd, path)
+        raise
+    close(fd, path if where is None else where)
+
+
+def open_own(path: Path, owner: int) -> int:
+    """A descriptor for reading a regular file of `owner`'s that has one name and is no link.
+
+    Raises IOFailed for any other: bytes that have another name may change under it.
+    """
+    with _failing_as(path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY)
+    try:
+        with _failing_as(path):
+            status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != owner:
+            raise IOFailed(path, "not a file of our own", hint="remove it")  # noqa: TRY301
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def signature(fd: int, where: object = "file") -> tuple[int, int]:
     """Size and time of the last change of an open file: differs once somebody has written to it."""
     with _failing_as(where):
         status = os.fstat(fd)
         return status.st_size, status.st_mtime_ns
+
+
+def require_unchanged(fd: int, path: Path, before: tuple[int, int], where: object) -> None:
+    """Raises IOFailed when an open file has changed since its `signature` was `before`.
+
+    Also when another file stands at `path` by now, or none.
+    """
+    with _failing_as(where):
+        status, there = os.fstat(fd), os.stat(path)
+    changed = (status.st_size, status.st_mtime_ns) != before
+    if changed or (status.st_dev, status.st_ino) != (there.st_dev, there.st_ino):
+        what = "changed" if changed else "was replaced by another file"
+        raise IOFailed(where, f"{what} while it was being read", hint="run it again")
+
+
+def exists(path: Path) -> bool:
+    """Whether anything stands at `path`, even a link that leads nowhere."""
+    with _failing_as(path):
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder or a link to one."""
+    with _failing_as(path):
+        try:
+            return stat.S_ISDIR(os.stat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+
+def status(path: Path) -> os.stat_result:
+    """What the system knows of the file, folder or link at `path` itself."""
+    with _failing_as(path):
+        return os.lstat(path)
+
+
+def free_nbytes(path: Path) -> int:
+    """Bytes that this user may still write to the filesystem of folder `path`."""
+    with _failing_as(path):
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
 
 
 def path_size(path: Path) -> int:
@@ -213,6 +294,12 @@ def close(fd: int, where: object = "file") -> None:
     """Closes a descriptor. After writing, errors matter: NFS may report a full disk only here."""
     with _failing_as(where):
         os.close(fd)
+
+
+def chmod(path: Path, mode: int) -> None:
+    """Sets the permission bits of a file."""
+    with _failing_as(path):
+        os.chmod(path, mode)
 
 
 def rename(source: Path, target: Path) -> None:

@@ -168,7 +168,7 @@ def _by_words(
     word = torch.complex128 if word_nbytes == 16 else torch.int32
     band_nbytes = band_rows * cols
     step = max(1, CHUNK_NBYTES // band_nbytes) * band_nbytes
-    given, made = source.reshape(-1), target.view(-1)
+    given, made = source.contiguous().view(-1), target.view(-1)
     for start in range(0, given.numel(), step):
         piece, place = given[start : start + step], made[start : start + step]
         if not _is_aligned(piece, word_nbytes):

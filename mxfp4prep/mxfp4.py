@@ -68,6 +68,8 @@ def decode(packed: Tensor, scale: Tensor, k: int, dtype: torch.dtype = torch.flo
     values = torch.empty(
         (*packed.shape[:-1], 2 * k_packed), dtype=dtype, device=packed.device
     )  # (..., n, 2 * k_packed): one more column than asked for when k is odd
+    if not values.numel():
+        return values[..., :k]
     pairs = values.view(table.dtype).view(-1)
     rows = max(1, _CHUNK_BYTES // max(1, k_packed))
     for start in range(0, count, rows):

@@ -233,6 +233,15 @@ WorkersOpt = Annotated[
 OverwriteOpt = Annotated[
     bool, typer.Option("--overwrite", help="Replace OUT if it is a prepared checkpoint.")
 ]
+ResumeOpt = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on where a killed or failed run stopped: each file that it had finished is "
+        "compared byte by byte with what would be written, and taken over. Should this run fail, "
+        "it keeps what it has finished.",
+    ),
+]
 NoProgressOpt = Annotated[bool, typer.Option("--no-progress", help="No bar and no progress lines.")]
 QuietOpt = Annotated[
     bool, typer.Option("--quiet", "-q", help="Say nothing on stderr but errors; no summary either.")

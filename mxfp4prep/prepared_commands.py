@@ -100,7 +100,8 @@ def restore(
     def total() -> int:
         return restored_nbytes(open_prepared(prepared))
 
-    with voice.progress("restoring", total, silent=quiet or no_progress) as advance:
+    silent = quiet or no_progress
+    with voice.notes(), voice.progress("restoring", total, silent=silent) as advance:
         report = carry_out(prepared, out, workers=workers, progress=advance)
     document = payload.restore(report)
     if format is o.Format.json:

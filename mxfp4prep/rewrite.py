@@ -13,10 +13,9 @@ from pathlib import Path
 import xxhash
 
 from mxfp4prep import io
-from mxfp4prep.errors import IOFailed
 from mxfp4prep.manifest import FileRecord
 from mxfp4prep.plan import TensorPlan
-from mxfp4prep.sink import FileSink
+from mxfp4prep.sink import Different, FileSink
 from mxfp4prep.stream import PIECE_NBYTES, Piece, Scratch, TakeBuffer, move
 from mxfp4prep.workers import Cancel
 
@@ -50,35 +49,40 @@ def rewrite(
     *,
     inverse: bool,
     cancel: Cancel,
+    finished: int | None = None,
 ) -> tuple[int, str, TensorDigests]:
     """(bytes, sha256, digests) of the file written at `target`.
 
     tensors      in any order; read from `source` at data_start + offset
     header       the output's whole header
     inverse      False: source to prepared · True: prepared to source
+    finished     `target` is there already, made by that user: it is compared, not written
 
-    Raises IOFailed when `source` changes meanwhile.
+    Raises IOFailed when `source` changes meanwhile, Different when a finished `target` has one byte
+    that would not be written.
     """
     digests = TensorDigests()
-    fd = io.open_read(source)
-    try:
+    done = 0
+    with io.reading(source, name) as fd:
         before = io.signature(fd, name)
         whole = _begin_sha256(fd, data_start, name) if inverse else None
-        with FileSink(target) as sink:
-            sink.put(header)
-            pieces = digested(
-                fd, name, data_start, tensors, digests, inverse=inverse, take=sink.take
-            )
-            for piece in pieces:
-                if whole is not None:
-                    whole.update(piece.read)
-                sink.put(piece.made, piece.buffer)
-                cancel.done(len(piece.read))
-            nbytes, sha256 = sink.finish()
-        if io.signature(fd, name) != before:
-            raise IOFailed(name, "changed while it was being read", hint="run it again")
-    finally:
-        io.close(fd, name)
+        try:
+            with FileSink(target, finished=finished) as sink:
+                sink.put(header)
+                pieces = digested(
+                    fd, name, data_start, tensors, digests, inverse=inverse, take=sink.take
+                )
+                for piece in pieces:
+                    if whole is not None:
+                        whole.update(piece.read)
+                    sink.put(piece.made, piece.buffer)
+                    cancel.done(len(piece.read))
+                    done += len(piece.read)
+                nbytes, sha256 = sink.finish()
+        except Different:
+            cancel.done(-done)
+            raise
+        io.require_unchanged(fd, source, before, name)
     if whole is not None:
         digests.file_sha256 = whole.hexdigest()
     return nbytes, sha256, digests
@@ -137,9 +141,9 @@ def write_file(stage: Path, name: str, content: bytes, role: str) -> FileRecord:
 
 def copy_file(source: Path, stage: Path, name: str, role: str, cancel: Cancel) -> FileRecord:
     """Copies one file byte for byte into the staging folder."""
-    fd = io.open_read(source)
-    try:
-        size = io.file_size(fd, source)
+    with io.reading(source) as fd:
+        before = io.signature(fd, source)
+        size = before[0]
         with FileSink(part_path(stage, name)) as sink:
             for start in range(0, size, PIECE_NBYTES):
                 count = min(PIECE_NBYTES, size - start)
@@ -149,8 +153,7 @@ def copy_file(source: Path, stage: Path, name: str, role: str, cancel: Cancel) -
                 sink.put(view, buffer)
                 cancel.done(count)
             nbytes, sha256 = sink.finish()
-    finally:
-        io.close(fd, source)
+        io.require_unchanged(fd, source, before, name)
     settle(stage, name)
     return record(name, nbytes, sha256, role)
 
@@ -178,7 +181,7 @@ def record(
 def part_path(stage: Path, name: str) -> Path:
     """Where a file is written before it is whole; makes its folders."""
     path = stage / f"{name}{PART}"
-    missing = [p for p in path.parents if p != stage and stage in p.parents and not p.is_dir()]
+    missing = [p for p in path.parents if p != stage and stage in p.parents and not io.exists(p)]
     for folder in reversed(missing):
         io.mkdir(folder)
     return path

@@ -1,28 +1,22 @@
-"""A directory that appears whole or not at all: built beside its place, then renamed there.
-
-The staging folder's name says who makes it, so that a later run can sweep what a dead process
-left and never what a live one is still writing.
-"""
+"""A directory that appears whole or not at all: built beside its place, then renamed there."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mxfp4prep import io
 from mxfp4prep.documents import JSON_LIMIT
-from mxfp4prep.errors import InvalidCheckpoint, IOFailed, UnsafeOutput
+from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest, Mxfp4PrepError, UnsafeOutput
+from mxfp4prep.leftovers import Leftovers, abandoned, release, stage_path, was_set_aside
 from mxfp4prep.manifest import parse
 from mxfp4prep.marks import (
     MANIFEST_NAME,
     SUMS_NAME,
 )
-
-_OWNER = re.compile(r"([0-9a-f]{8})-(\d+)-(\d+)$")
 
 
 def check_output(out: Path, source: Path, *, overwrite: bool | None = None) -> None:
@@ -31,18 +25,18 @@ def check_output(out: Path, source: Path, *, overwrite: bool | None = None) -> N
     overwrite   a directory that carries our manifest, and only files that it lists, may be
                 replaced; None where the command has no such option
     """
-    if out.is_symlink():
+    if io.exists(out) and stat.S_ISLNK(io.status(out).st_mode):
         raise UnsafeOutput(out, "is a link", hint="give the real path")
-    inside, around = out.resolve(), source.resolve()
+    inside, around = real_path(out), real_path(source)
     if inside == around or around in inside.parents:
         raise UnsafeOutput(out, f"lies in the source {source}", hint="choose a place beside it")
     if inside in around.parents:
         raise UnsafeOutput(out, f"contains the source {source}", hint="choose a place beside it")
-    if not out.parent.is_dir():
+    if not io.is_folder(out.parent):
         raise UnsafeOutput(
             out, f"no directory {out.parent} to put it in", hint=f"mkdir -p {out.parent}"
         )
-    if not out.exists():
+    if not io.exists(out):
         return
     if not overwrite:
         raise _exists(out, overwrite)
@@ -66,8 +60,10 @@ def _exists(out: Path, overwrite: bool | None) -> UnsafeOutput:
 def _strangers(out: Path) -> list[str]:
     """Files in a prepared directory that its manifest does not list."""
     try:
+        if not io.is_folder(out) or not io.exists(out / MANIFEST_NAME):
+            raise InvalidManifest(out, f"no {MANIFEST_NAME}")
         manifest = parse(io.read_bytes(out / MANIFEST_NAME, limit=JSON_LIMIT))
-    except (InvalidCheckpoint, IOFailed):
+    except InvalidCheckpoint:
         raise UnsafeOutput(
             out,
             f"is not a prepared checkpoint (no readable {MANIFEST_NAME}): --overwrite will not "
@@ -75,89 +71,141 @@ def _strangers(out: Path) -> list[str]:
             hint="remove it yourself if you are sure",
         ) from None
     known = {record.name for record in manifest.files} | {MANIFEST_NAME, SUMS_NAME}
-    found = (path for path in out.rglob("*") if not path.is_dir() or path.is_symlink())
+    found = (path for path, status in _walk(out) if not stat.S_ISDIR(status.st_mode))
     return sorted({path.relative_to(out).as_posix() for path in found} - known)
 
 
+def _walk(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """All that is under `root`, a folder before what is in it; links are not followed."""
+    folders = [root]
+    while folders:
+        for entry in io.scan_folder(folders.pop()):
+            path = Path(entry.path)
+            status = io.status(path)
+            yield path, status
+            if stat.S_ISDIR(status.st_mode):
+                folders.append(path)
+
+
 @contextmanager
-def staged(out: Path, *, replace: bool = False) -> Iterator[Path]:
+def staged(
+    out: Path, *, replace: bool = False, leftovers: Leftovers | None = None
+) -> Iterator[Path]:
     """A fresh folder beside `out`; when the block ends well it becomes `out`, else it vanishes.
 
-    replace   an `out` that exists by then (see `check_output`) makes way; otherwise it is safe
+    replace     an `out` that exists by then (see `check_output`) makes way; otherwise it is safe
+    leftovers   takes what dead runs have left, which is swept otherwise, and keeps what this run
+                has finished, should it fail
 
-    Raises UnsafeOutput when a living process is writing the same output, or `out` has appeared.
+    Raises UnsafeOutput when a living process is writing the same output, or `out` has appeared or
+    changed meanwhile.
     """
-    out = out.resolve()  # a path through `out` itself would lead nowhere once it is set aside
-    prefix = f".{out.name}.mxfp4prep-"
-    _sweep(out, prefix)
-    if out.exists() and not replace:
+    out = real_path(out)  # a path through `out` itself would lead nowhere once it is set aside
+    _put_back(out)
+    if io.exists(out) and not replace:
         raise _exists(out, None)
-    me = f"{_host()}-{os.getpid()}-{_started(os.getpid())}"
-    stage, aside = out.parent / (prefix + me), out.parent / f"{prefix}old-{me}"
+    stage, aside = stage_path(out), stage_path(out, "old-")
+    begun = False
     try:
         io.mkdir(stage)
-        _sweep(out, prefix, mine=stage)
+        # Only now: of two that begin at once, each sees the other's folder, and none sweeps.
+        left = abandoned(out, mine=stage)
+        before = _content(out)
+        _sweep(left if leftovers is None else [p for p in left if was_set_aside(out, p)])
+        if leftovers is not None:
+            leftovers.claim(out, [p for p in left if not was_set_aside(out, p)])
+        begun = True
         yield stage
-        for folder in sorted((p for p in stage.rglob("*") if p.is_dir()), reverse=True):
-            io.fsync_dir(folder)
-        io.fsync_dir(stage)
-        if replace and out.exists():
-            io.rename(out, aside)
-        elif out.exists() or out.is_symlink():
-            raise _exists(out, None)  # noqa: TRY301
-        io.rename(stage, out)
-        io.fsync_dir(out.parent)
-    except BaseException:
-        if stage.exists():  # not published
-            if aside.exists() and not out.exists():
-                io.rename(aside, out)
-            io.rmtree(stage)
+        _publish(stage, out, aside, before)
+        _sweep([aside] if replace and io.exists(aside) else [])
+        if leftovers is not None:
+            leftovers.sweep()
+    except BaseException as error:
+        # What cannot be cleaned up hides no error: a later run sweeps it.
+        with suppress(Mxfp4PrepError, MemoryError):
+            _give_up(stage, out, aside, leftovers, error, begun=begun)
         raise
-    finally:
-        # The old output goes last: should this fail or be interrupted, a later run sweeps it.
-        if aside.exists() and out.exists():
-            io.rmtree(aside)
 
 
-def _sweep(out: Path, prefix: str, mine: Path | None = None) -> None:
-    """Removes staging folders of dead processes; refuses when a living one is at work."""
-    for path in sorted(out.parent.glob(f"{_escape(prefix)}*")):
-        owner = _OWNER.search(path.name)
-        if path == mine or owner is None or not path.is_dir() or path.is_symlink():
-            continue
-        host, pid, started = owner.groups()
-        if host == _host() and _started(int(pid)) != int(started):
-            if path.name.startswith(f"{prefix}old-") and not out.exists():
-                io.rename(path, out)
-            else:
-                io.rmtree(path)
-            continue
-        raise UnsafeOutput(
-            out,
-            f"another run is writing it: found {path.name}",
-            hint="wait for it; if no such process lives, remove that folder",
-        )
-
-
-def _escape(text: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", text)
-
-
-def _host() -> str:
-    """Eight hex digits for this machine and process namespace: others' folders are never swept."""
-    name = os.uname().nodename
-    with suppress(OSError):
-        name += str(Path("/proc/self/ns/pid").readlink())
-    return hashlib.sha256(name.encode()).hexdigest()[:8]
-
-
-def _started(pid: int) -> int:
-    """Start time of process `pid` in clock ticks since boot, or -1 when there is none.
-
-    Source: field 22 of /proc/PID/stat, proc(5).
-    """
+def real_path(path: Path) -> Path:
+    """`path` without links on the way. Raises UnsafeOutput where they run in a circle."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return -1
-    return int(text.rpartition(")")[2].split()[19])
+        return path.resolve()
+    except RuntimeError as error:  # pathlib's word for it until Python 3.12
+        raise UnsafeOutput(path, str(error), hint="give the real path") from error
+
+
+def _put_back(out: Path) -> None:
+    """Gives an output its name again that a run has set aside before it was killed."""
+    for folder in abandoned(out):
+        if was_set_aside(out, folder) and not io.exists(out):
+            io.rename(folder, out)
+
+
+def _content(out: Path) -> list[tuple[Path, int, int]] | None:
+    """Name, size and time of all in a folder: another list once anybody has touched it."""
+    if not io.exists(out):
+        return None
+    return sorted((path, status.st_size, status.st_mtime_ns) for path, status in _walk(out))
+
+
+def _publish(
+    stage: Path, out: Path, aside: Path, before: list[tuple[Path, int, int]] | None
+) -> None:
+    below = [path for path, status in _walk(stage) if stat.S_ISDIR(status.st_mode)]
+    for folder in (*reversed(below), stage):
+        io.fsync_dir(folder)
+    if io.exists(out):
+        if before is None:
+            raise _exists(out, None)
+        if not io.is_folder(out) or _content(out) != before:
+            raise UnsafeOutput(
+                out,
+                "has changed while its replacement was being written",
+                hint="look at what came there, then try again",
+            )
+        io.rename(out, aside)
+    io.rename(stage, out)
+    io.fsync_dir(out.parent)
+
+
+def _sweep(folders: list[Path]) -> None:
+    for folder in folders:
+        io.rmtree(folder)
+
+
+def _give_up(
+    stage: Path,
+    out: Path,
+    aside: Path,
+    leftovers: Leftovers | None,
+    error: BaseException,
+    *,
+    begun: bool,
+) -> None:
+    """Leaves the old output or the new one, and of the rest only what `leftovers` is to keep.
+
+    begun   the stage was there: if it is not any more, it has become the output
+    """
+    if not io.exists(stage):
+        if begun:
+            error.add_note(f"{out} stands whole all the same: check it with `mxfp4prep verify`")
+        if io.exists(aside):
+            aside = release(aside, out, "old-")
+            io.fsync_dir(out.parent)  # before the old output goes
+            io.rmtree(aside)
+        if leftovers is not None:
+            leftovers.sweep()
+        return
+    if io.exists(aside) and not io.exists(out):
+        io.rename(aside, out)
+    if leftovers is None:
+        io.rmtree(release(stage, out))
+        return
+    count, folders = leftovers.keep(stage)
+    if count:
+        places = ", ".join(map(str, folders))
+        error.add_note(
+            f"kept for --resume: {count} finished files in {places}; without --resume the next "
+            "run removes them"
+        )

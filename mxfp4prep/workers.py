@@ -10,10 +10,14 @@ from contextlib import contextmanager
 
 import torch
 
-from mxfp4prep.errors import UsageError
+from mxfp4prep.errors import IOFailed, UsageError
 
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call."""
+
+
+JOB_NBYTES = 16 << 20
+"""Memory that a job's threads need at least: their stacks, and buffers of a few megabytes."""
 
 
 class Cancelled(Exception):
@@ -53,18 +57,41 @@ def worker_count(workers: int | None) -> int:
 
 
 def run_jobs(jobs: Iterable[Callable[[], None]], workers: int, cancel: Cancel) -> None:
-    """Runs every job on up to `workers` threads; raises the first failure once all have stopped."""
+    """Runs every job on up to `workers` threads; raises the first failure once all have stopped.
+
+    Raises MemoryError before the first one where there is no room for so many.
+    """
+    jobs = list(jobs)
+    # Asked for and given back untouched: a thread that finds no memory to begin with dies without a
+    # word, and Python waits for it for ever.
+    bytearray(min(workers, len(jobs)) * JOB_NBYTES)
     with _one_torch_thread():
         pool = ThreadPoolExecutor(workers, thread_name_prefix="mxfp4prep")
         try:
             failures: list[BaseException] = []
-            futures = [pool.submit(_noting, job, failures) for job in jobs]
+            with enough_threads("--workers"):
+                futures = [pool.submit(_noting, job, failures) for job in jobs]
             wait(futures, return_when=FIRST_EXCEPTION)
             if failures:
                 raise failures[0]
         finally:
             cancel.set()
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def enough_threads(where: object) -> Iterator[None]:
+    """Raises IOFailed when the system starts no thread more, for which Python has no own error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        raise IOFailed(
+            where,
+            "the system starts no more threads",
+            hint="use fewer workers, or raise the limits (ulimit -u, ulimit -v)",
+        ) from error
 
 
 def _noting(job: Callable[[], None], failures: list[BaseException]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -372,6 +373,88 @@ def test_tensor_longer_than_one_piece_and_not_a_multiple_of_it(tmp_path):
     assert files_of(restore(out, tmp_path / "back").out) == files_of(root)
 
 
+def everything(root: Path) -> dict[str, object]:
+    """All names under `root` with what they are, links as links."""
+    return {
+        str(path): path.readlink() if path.is_symlink() else path.is_file() and path.read_bytes()
+        for path in sorted(root.rglob("*"))
+    }
+
+
+def unsafe(base: Path, source: Path, prepared: Path) -> dict[str, tuple[str, Path, bool]]:
+    """(verb, output, --overwrite) by what is wrong with it; makes what must be there."""
+    for name, target in (
+        ("to-source", source),
+        ("to-nowhere", base / "x"),
+        ("loop", base / "loop"),
+    ):
+        (base / name).symlink_to(target)
+    (base / "file").write_text("x")
+    (base / "empty").mkdir()
+    shutil.copytree(prepared, base / "with-notes")
+    (base / "with-notes" / "notes.txt").write_text("x")
+    shutil.copytree(prepared, base / "with-link")
+    (base / "with-link" / "link").symlink_to(source)
+    shutil.copytree(prepared, base / "bad-manifest")
+    (base / "bad-manifest" / "mxfp4prep.json").write_text("{}")
+    (base / "to-prepared").symlink_to(prepared)
+    convert_to = {
+        "the source": source,
+        "the source by another way": source / ".." / source.name,
+        "in the source": source / "out",
+        "deep in the source": source / "sub" / "out",
+        "in the source through a link": base / "to-source" / "out",
+        "around the source": base,
+        "the root": Path("/"),
+        "a link to the source": base / "to-source",
+        "a link to nothing": base / "to-nowhere",
+        "a link to itself": base / "loop",
+        "behind a link to itself": base / "loop" / "out",
+        "a file": base / "file",
+        "behind a file": base / "file" / "out",
+        "nowhere": base / "no" / "out",
+    }
+    cases = {
+        f"{what}{' with --overwrite' if overwrite else ''}": ("convert", path, overwrite)
+        for what, path in convert_to.items()
+        for overwrite in (False, True)
+    }
+    cases |= {
+        "an empty folder": ("convert", base / "empty", False),
+        "a prepared checkpoint": ("convert", prepared, False),
+        "an empty folder with --overwrite": ("convert", base / "empty", True),
+        "a foreign folder with --overwrite": ("convert", base / "with-notes" / "source", True),
+        "a strange file in it": ("convert", base / "with-notes", True),
+        "a strange link in it": ("convert", base / "with-link", True),
+        "a manifest that is none": ("convert", base / "bad-manifest", True),
+        "a link to a prepared one": ("convert", base / "to-prepared", True),
+        "restore to itself": ("restore", prepared, False),
+        "restore into itself": ("restore", prepared / "back", False),
+        "restore around itself": ("restore", base, False),
+        "restore to what exists": ("restore", source, False),
+        "restore to a link": ("restore", base / "to-nowhere", False),
+    }
+    return cases
+
+
+def test_no_unsafe_output_is_written_or_deleted(small, tmp_path, capsys, tried):
+    from mxfp4prep import cli
+
+    prepared = converted(small, tmp_path / "prepared").out
+    cases = unsafe(tmp_path, small, prepared)
+    before = everything(tmp_path)
+    for what, (verb, out, overwrite) in cases.items():
+        source = small if verb == "convert" else prepared
+        flags = ["--overwrite"] if overwrite else []
+        for resume in ([], ["--resume"]) if verb == "convert" else ([],):
+            words = [verb, str(source), str(out), "--no-progress", *flags, *resume]
+            assert cli.main(words) == (6 if "behind a link" in what else 5), what
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.partition(":")[0] for line in lines[-2:]] == ["error", "hint"], what
+        assert everything(tmp_path) == before, what
+    tried("F7", len(cases))
+
+
 class TestOutputSafety:
     def test_existing_output(self, small, tmp_path):
         out = tmp_path / "out"
@@ -433,8 +516,7 @@ class TestOutputSafety:
             converted(small, tmp_path / "out", workers=0)
 
     def test_p82_room_is_checked_before_anything_is_written(self, small, tmp_path, monkeypatch):
-        usage = type("Usage", (), {"free": 1 << 20})()
-        monkeypatch.setattr("mxfp4prep.convert.shutil.disk_usage", lambda path: usage)
+        monkeypatch.setattr("mxfp4prep.io.free_nbytes", lambda path: 1 << 20)
         with pytest.raises(IOFailed, match="not enough room"):
             converted(small, tmp_path / "out")
         assert [p.name for p in tmp_path.iterdir()] == ["m"]

@@ -219,7 +219,7 @@ def check_order(calls, out):
 
 
 def test_files_are_synced_before_they_get_their_names_and_the_manifest_comes_last(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, tried
 ):
     source = write_checkpoint(tmp_path / "m", LINEARS, shards=2, side_files=SIDE)
     spy = Spy(monkeypatch)
@@ -227,12 +227,14 @@ def test_files_are_synced_before_they_get_their_names_and_the_manifest_comes_las
     names = check_order(spy.calls, out)
     assert names[-2:] == [SUMS, MANIFEST]
     assert set(names) == {p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()}
+    tried("F3")
 
 
-def test_restore_keeps_the_same_order(prepared, tmp_path, monkeypatch):
+def test_restore_keeps_the_same_order(prepared, tmp_path, monkeypatch, tried):
     spy = Spy(monkeypatch)
     restore(prepared, tmp_path / "back", workers=2)
     check_order(spy.calls, tmp_path / "back")
+    tried("F3")
 
 
 def test_the_first_failure_stops_the_others_and_is_the_one_reported():

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-from conftest import with_path
-from quark_factory import write_checkpoint
-from test_convert import converted, files_of
 
-from mxfp4prep.errors import UnsafeOutput
-from mxfp4prep.staging import _host, _started, check_output, staged
+from mxfp4prep.errors import IOFailed, UnsafeOutput
+from mxfp4prep.leftovers import _host, _started
+from mxfp4prep.staging import check_output, staged
 
 
 def leftovers(folder):
@@ -134,29 +129,48 @@ def test_check_output_accepts_a_free_name_beside(tmp_path):
     check_output(tmp_path / "out", tmp_path / "source")
 
 
-def test_p80_killed_run_leaves_nothing_under_the_name_and_the_rerun_is_the_same(tmp_path):
-    linears = {f"model.layers.{i}.mlp.down_proj": (2048, 4096) for i in range(24)}
-    root = write_checkpoint(tmp_path / "m", linears, shards=3)
-    out = tmp_path / "out"
-    program = (
-        "import sys, pathlib\n"
-        "from test_convert import converted\n"
-        "converted(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), workers=1)\n"
-    )
-    env = with_path(Path(__file__).parent)
-    killed_midway = 0
-    for delay in (0.0, 0.02, 0.05):
-        child = subprocess.Popen([sys.executable, "-c", program, str(root), str(out)], env=env)
-        while child.poll() is None and not leftovers(tmp_path):
-            time.sleep(0.002)
-        time.sleep(delay)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        killed_midway += not out.exists()
-        if out.exists():
-            break
-    assert killed_midway
-    if not out.exists():
-        converted(root, out)
+def test_names_that_begin_alike_are_other_outputs(tmp_path):
+    with staged(tmp_path / "out"), staged(tmp_path / "out.2") as stage, staged(tmp_path / "ou"):
+        (stage / "f").touch()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ou", "out", "out.2"]
+
+
+def test_a_failure_of_cleaning_up_does_not_hide_what_went_wrong(tmp_path, monkeypatch):
+    from mxfp4prep import io
+
+    def fail(path):
+        raise io.failed(path, OSError(5, ""))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(io, "rmtree", fail)
+        with pytest.raises(ZeroDivisionError), staged(tmp_path / "out"):
+            raise ZeroDivisionError
+    assert len(leftovers(tmp_path)) == 1
+    with staged(tmp_path / "out"):
+        assert len(leftovers(tmp_path)) == 1  # this one's own
     assert leftovers(tmp_path) == []
-    assert files_of(out) == files_of(converted(root, tmp_path / "clean").out)
+
+
+def test_an_output_that_stands_although_its_folder_was_not_synced_is_said_to(tmp_path, monkeypatch):
+    from mxfp4prep import io
+
+    real = io.fsync_dir
+
+    def fail_outside(path):
+        if path == tmp_path:
+            raise io.failed(path, OSError(5, ""))
+        real(path)
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(io, "fsync_dir", fail_outside)
+    for replace in (False, True):
+        with pytest.raises(IOFailed) as caught, staged(out, replace=replace) as stage:
+            (stage / f"new-{replace}").touch()
+        assert (out / f"new-{replace}").exists()
+        [note] = caught.value.__notes__
+        assert note.startswith(f"{out} stands whole all the same")
+        assert len(leftovers(tmp_path)) == replace  # the old one goes once the new one is safe
+    monkeypatch.undo()
+    with staged(out, replace=True) as stage:
+        (stage / "newer").touch()
+    assert leftovers(tmp_path) == []

@@ -17,10 +17,11 @@ from mxfp4prep import cli
 from mxfp4prep import manifest as m
 from mxfp4prep.alignment import REASONS
 from mxfp4prep.checkpoint import open_checkpoint
-from mxfp4prep.convert import convert, prepared_config
+from mxfp4prep.convert import convert
 from mxfp4prep.deployment import Deployment
 from mxfp4prep.engines import ENGINES, predict
 from mxfp4prep.errors import InvalidManifest, Unsupported, UsageError
+from mxfp4prep.inventory import prepared_config
 from mxfp4prep.plan import make_plan, surveyed_degrees
 from mxfp4prep.restore import restore
 from mxfp4prep.survey import survey

@@ -26,6 +26,9 @@ def convert_text(done: c.ConvertDocument, screen: Screen, source: str, out: str)
         f"wrote {screen.name(done['output'])}: {counted(done['files'], 'file')}, "
         f"{human(done['nbytes'])}, for tp {degrees}{laid_out_for(done['engine'])}"
     )
+    if done["reused"]:
+        count = counted(len(done["reused"]), "shard")
+        lines += screen.wrap(f"taken over from an earlier run, every byte compared: {count}")
     lines += ["", *share_lines(done["summary"], screen)]
     return [*lines, "", f"next: mxfp4prep verify {out} --source {source}"]
 

@@ -130,6 +130,7 @@ def convert(result: ConvertResult) -> c.ConvertDocument:
         "engine": manifest.target.engine,
         "files": len(manifest.files),
         "nbytes": sum(file.nbytes for file in manifest.files),
+        "reused": list(result.reused),
         "findings": findings(result.findings),
         "summary": manifest_shares(manifest),
     }

@@ -63,6 +63,16 @@ class Voice:
             what = "remark" if notes == 1 else "remarks"
             streams.tell(f"note: {notes} more {what}; `mxfp4prep audit` and `mxfp4prep -v` tell")
 
+    @contextmanager
+    def notes(self) -> Iterator[None]:
+        """Tells what a failure inside has to say beside its error: what it left, how to go on."""
+        try:
+            yield
+        except BaseException as error:
+            for note in getattr(error, "__notes__", ()):
+                streams.tell(f"note: {printable(note)}")
+            raise
+
     def count(self, what: str) -> Callable[[int, int], None]:
         """What to call with how many of how many `what` are done: now and then a line on stderr."""
         from mxfp4prep.report.progress import Count

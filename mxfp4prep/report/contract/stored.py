@@ -73,7 +73,8 @@ class PlanDocument(TypedDict):
 
 
 class ConvertDocument(TypedDict):
-    """`mxfp4prep convert --format json`. `nbytes` counts every byte that was written."""
+    """`mxfp4prep convert --format json`. `nbytes` counts every byte of the output; `reused` names
+    the shards that --resume has taken over."""
 
     schema_version: SchemaVersion
     name: str
@@ -83,6 +84,7 @@ class ConvertDocument(TypedDict):
     engine: Engine
     files: int
     nbytes: int
+    reused: list[str]
     findings: list[FindingDocument]
     summary: StoredPathsDocument
 
