@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from mxfp4prep.alignment import (
     ASM_HAZARDS,
     HAZARDS,
     REASONS,
+    RULE,
+    RULE_VERSION,
+    Path,
     Verdict,
     demoted,
     judge_group,
@@ -92,8 +97,14 @@ def test_p02_fused_view_of_two_48_row_projections():
 
 def test_group_with_a_member_that_cannot_split_is_impossible():
     verdict = judge_group([(rows(512, 8), 512), (rows(96, 3, True), 96)], 512, 2)
-    assert verdict.path == "impossible"
-    assert verdict.reasons == ("split_rows",)
+    why = "3 heads of 32 rows do not divide by 2 ranks"
+    assert verdict == Verdict("impossible", None, ("split_rows",), (), why)
+
+
+def test_a_layer_that_cannot_be_cut_says_why():
+    why = "100 rows do not divide by 8 ranks"
+    expected = Verdict("impossible", None, ("split_rows",), (), why)
+    assert judge_layer(rows(100), 100, 256, 8) == expected
 
 
 def test_short_last_group_is_a_hazard_and_not_a_matrix_is_a_reason():
@@ -111,13 +122,59 @@ def test_stricter_keeps_the_first_of_equals():
     assert stricter(triton, asm) is triton
     other = judge_matrix(96, 256)
     assert stricter(triton, other) is triton
+    impossible = judge_layer(rows(100), 100, 256, 8)
+    for less in (asm, triton):
+        assert stricter(less, impossible) is impossible
+        assert stricter(impossible, less) is impossible
 
 
-def test_every_reason_a_verdict_can_give_is_explained():
-    given = {"scale_rows", "scale_cols", "bad_tile", "not_2d"}
-    given |= {"group_part", "mixed_group", "kept", "forced", "engine", "engine_all", "engine_pad"}
-    given |= {"split_rows", "split_cols", "split_groups"}
-    assert given == set(REASONS)
+def test_every_code_is_explained_by_its_fact_and_no_two_alike():
+    told = {
+        "scale_rows": "multiple of 32",
+        "scale_cols": "multiple of 256",
+        "bad_tile": "96 scale rows",
+        "not_2d": "neither a matrix nor a bank",
+        "group_part": "same fused projection",
+        "mixed_group": "different schemes",
+        "kept": "--keep",
+        "forced": "--layout triton",
+        "engine": "does not run it on the ASM GEMM",
+        "engine_all": "one choice for all",
+        "engine_pad": "fills experts",
+        "split_rows": "rows (or heads) do not divide",
+        "split_cols": "columns do not divide",
+        "split_groups": "not whole groups of 32",
+    }
+    assert told.keys() == REASONS.keys()
+    assert [code for code, words in told.items() if words not in REASONS[code]] == []
+    assert len(set(REASONS.values())) == len(REASONS)
+    told = {
+        "short_group": "fewer than 32 values",
+        "mixed_group": "different schemes",
+        "nan_scale": "255",
+        "small_n": "fewer than 256 rows on a rank",
+    }
+    assert told.keys() == HAZARDS.keys()
+    assert [code for code, words in told.items() if words not in HAZARDS[code]] == []
+    assert set(HAZARDS) > ASM_HAZARDS
+
+
+def test_the_rule_that_is_told_is_the_rule_that_is_followed():
+    for n in (1, 31, 32, 33, 64, 95, 96, 97, 128, 192, 256, 288):
+        for columns in (1, 7, 8, 9, 16, 20):
+            sizes = {"rows": n, "columns": columns}
+            holds = [eval(part, {}, sizes) for part in RULE.split(",")]
+            assert len(holds) == 3
+            assert (judge_matrix(n, columns * 32).path == "asm") == all(holds), sizes
+
+
+def test_another_rule_has_another_version():
+    """Manifests carry the number: what was written under one rule is not judged by another."""
+    assert (RULE_VERSION, RULE) == (1, "rows % 32 == 0, columns % 8 == 0, rows != 96")
+
+
+def test_every_path_has_its_name():
+    assert set(get_args(Path)) == {"asm", "triton", "impossible"}
 
 
 @pytest.mark.parametrize(
@@ -193,8 +250,3 @@ def test_demoted_leaves_the_hazards_of_asm_behind():
     assert demoted(part, "group_part") == Verdict(
         "triton", (128, 16), ("group_part",), ("mixed_group",)
     )
-
-
-def test_every_hazard_a_layer_can_have_is_explained():
-    assert set(HAZARDS) == {"short_group", "mixed_group", "nan_scale", "small_n"}
-    assert set(HAZARDS) > ASM_HAZARDS

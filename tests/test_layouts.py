@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import get_args
 
@@ -82,13 +83,14 @@ def golden_input(name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", GOLDEN_CASES)
-def test_bytes_of_aiter(name):
+def test_bytes_of_aiter(name, tried):
     matrix, golden = golden_input(name), GOLDEN[name]
     layout = LAYOUTS[SAME_BYTES[split(name)[1]]]
     stored = layout.forward(matrix)
     assert torch.equal(stored.flatten(), golden.flatten())
     back = layout.inverse(golden.view(stored.shape), *matrix.shape[-2:])
     assert torch.equal(back, matrix)
+    tried("N2")
 
 
 def test_every_golden_tensor_is_accounted_for():
@@ -127,12 +129,15 @@ def test_valid_region_of_e8m0_shuffle_is_the_unpadded_layout(name):
 
 TILES = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (1, 3), (3, 5), (5, 3), (1, 7), (7, 1), (7, 7)]
 TILES += [(4, 8), (8, 4), (1, 32), (32, 1), (9, 16), (16, 9), (13, 20)]
+TILES += [(1, 4), (4, 1), (2, 3), (3, 2), (1, 5), (5, 1), (2, 6), (6, 2), (3, 3), (4, 4), (5, 5)]
+MANY_EXPERTS = 384
 EXPERTS = [(), (1,), (2,), (9,)]
 
 
 def shapes_of(layout):
     rows, cols = layout.tile
-    return [(*e, tall * rows, wide * cols) for e in EXPERTS for tall, wide in TILES]
+    shapes = [(*e, tall * rows, wide * cols) for e in EXPERTS for tall, wide in TILES]
+    return [*shapes, (MANY_EXPERTS, rows, cols)]
 
 
 CASES = [
@@ -169,7 +174,7 @@ def test_enough_shapes(layout):
 
 
 @each_case
-def test_every_byte_goes_where_the_formula_says(layout, shape):
+def test_every_byte_goes_where_the_formula_says(layout, shape, tried):
     rows, cols = shape[-2:]
     source = positions(shape)
     stored = through_bytes(layout.forward, source)
@@ -179,6 +184,7 @@ def test_every_byte_goes_where_the_formula_says(layout, shape):
     assert torch.equal(where.flatten().sort().values, torch.arange(rows * cols))
     flat = stored.view(-1, rows * cols)
     assert torch.equal(flat[:, where], source.view(-1, rows, cols))
+    tried("N2")
 
 
 @each_case
@@ -372,17 +378,23 @@ def test_any_strides(layout):
     matrix = noise((3, rows, cols))
     stored = layout.forward(matrix)
     wide = torch.zeros(2, 3, rows, 2 * cols + 1, dtype=torch.uint8)
+    even = torch.zeros(3, rows, 2 * cols, dtype=torch.uint8)
     views = [
         matrix.transpose(1, 2).contiguous().transpose(1, 2),
         matrix.transpose(0, 1).contiguous().transpose(0, 1),
         wide[0, :, :, :cols].copy_(matrix),
         wide[1, :, :, 1::2].copy_(matrix),
+        even[:, :, ::2].copy_(matrix),  # one step from each element to the next, rows included
     ]
     for view in views:
         assert not view.is_contiguous()
         assert torch.equal(layout.forward(view), stored)
-    strided = stored.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(layout.inverse(strided, rows, cols), matrix)
+    twice = torch.zeros(3, stored.shape[1], 2 * stored.shape[2], dtype=torch.uint8)
+    for strided in (
+        stored.transpose(1, 2).contiguous().transpose(1, 2),
+        twice[:, :, ::2].copy_(stored),
+    ):
+        assert torch.equal(layout.inverse(strided, rows, cols), matrix)
     assert torch.equal(layout.forward(matrix[:1].expand(3, -1, -1)), stored[:1].expand(3, -1, -1))
 
 
@@ -420,6 +432,8 @@ def test_rule_violations_say_found_and_expected(layout_id, rows, cols, found, ex
     ):
         with pytest.raises(LayoutError, match=text):
             refused()
+    with pytest.raises(LayoutError, match=rf"^\({rows}, {cols}\) matrix: "):
+        layout.stored_shape(rows, cols)
 
 
 @each_layout
@@ -439,16 +453,25 @@ def test_wrong_tensors_are_refused(layout):
     rows, cols = layout.tile[0] * 2, layout.tile[1] * 3
     matrix = noise((rows, cols))
     stored = layout.forward(matrix)
-    with pytest.raises(LayoutError, match=r"matrix: .*found torch.float32, expected torch.uint8"):
-        layout.forward(matrix.float())
-    with pytest.raises(LayoutError, match=r"found \(\d+,\), expected 2 or more dimensions"):
-        layout.forward(matrix.flatten())
-    with pytest.raises(
-        LayoutError, match=rf"is not a \({rows}, {cols}\) matrix in {layout.id}: found"
+    bytes_only = "layouts move bytes: found torch.{}, expected torch.uint8"
+    shape, flat = tuple(stored.shape), (rows * cols,)
+    cut = (shape[0], shape[1] - 1)
+    other = f"is not a ({rows}, {cols}) matrix in {layout.id}: found {cut}, expected {shape}"
+    for call, message in (
+        (lambda: layout.forward(matrix.float()), f"matrix: {bytes_only.format('float32')}"),
+        (
+            lambda: layout.forward(matrix.flatten()),
+            f"matrix: needs rows and columns: found {flat}, expected 2 or more dimensions",
+        ),
+        (lambda: layout.inverse(stored[:, :-1], rows, cols), f"stored matrix: {other}"),
+        (
+            lambda: layout.inverse(stored.view(torch.int8), rows, cols),
+            f"stored matrix: {bytes_only.format('int8')}",
+        ),
     ):
-        layout.inverse(stored[:, :-1], rows, cols)
-    with pytest.raises(LayoutError, match=r"stored matrix: .*found torch.int8"):
-        layout.inverse(stored.view(torch.int8), rows, cols)
+        with pytest.raises(LayoutError) as caught:
+            call()
+        assert str(caught.value) == message
 
 
 @each_layout
@@ -477,13 +500,36 @@ def test_out_that_overlaps_the_input_is_refused(layout):
     buffer = noise((2 * size,))
     matrix = buffer[:size].view(rows, cols)
     shape = layout.stored_shape(rows, cols)
-    with pytest.raises(LayoutError, match="out: overlaps the input"):
+    with pytest.raises(LayoutError, match=r"^out: overlaps the input: expected memory of its own$"):
         layout.forward(matrix, out=buffer[:size].view(shape))
     with pytest.raises(LayoutError, match="out: overlaps the input"):
         layout.forward(matrix, out=buffer[size - 1 : 2 * size - 1].view(shape))
     expected = layout.forward(matrix)
     beside = layout.forward(matrix, out=buffer[size:].view(shape))
     assert torch.equal(beside, expected)
+    buffer[size:] = matrix.flatten()
+    matrix = buffer[size:].view(rows, cols)
+    with pytest.raises(LayoutError, match="out: overlaps the input"):
+        layout.forward(matrix, out=buffer[1 : size + 1].view(shape))
+    before = layout.forward(matrix, out=buffer[:size].view(shape))
+    assert torch.equal(before, expected)
+
+
+@each_layout
+def test_a_matrix_with_gaps_reaches_to_its_last_byte(layout):
+    """Memory is free from right behind the last byte on, and not before."""
+    rows, cols = layout.tile[0] * 2, layout.tile[1] * 3
+    size = rows * cols
+    buffer = noise((rows * (cols + 2) + size,))
+    matrix = buffer[: rows * (cols + 2)].view(rows, cols + 2)[:, :cols]
+    last = rows * (cols + 2) - 3
+    shape = layout.stored_shape(rows, cols)
+    for begin in (0, 1, last):
+        with pytest.raises(LayoutError, match="out: overlaps the input"):
+            layout.forward(matrix, out=buffer[begin : begin + size].view(shape))
+    expected = layout.forward(matrix)
+    behind = buffer[last + 1 : last + 1 + size].view(shape)
+    assert torch.equal(layout.forward(matrix, out=behind), expected)
 
 
 # The table.
@@ -496,12 +542,24 @@ def test_table_and_paths():
     for weight, scale in PATHS.values():
         assert "weight" in LAYOUTS[weight].operands
         assert "scale" in LAYOUTS[scale].operands
+    assert {key: layout.tile for key, layout in LAYOUTS.items()} == {
+        "raw": (1, 1),
+        "tile16x16": (16, 32),
+        "tile32x8": (32, 8),
+        "transposed": (1, 1),
+    }
     assert {key: LAYOUTS[key].band_rows for key in ("raw", *PATHS["asm"], "transposed")} == {
         "raw": 1,
         "tile16x16": 16,
         "tile32x8": 32,
         "transposed": None,
     }
+
+
+@each_layout
+def test_a_layout_cannot_be_changed(layout):
+    with pytest.raises(FrozenInstanceError):
+        layout.band_rows = 7
 
 
 def test_stored_shapes_of_the_format():

@@ -59,12 +59,13 @@ def every_pair(low_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("low_first", [True, False])
-def test_every_code_under_every_scale(low_first):
+def test_every_code_under_every_scale(low_first, tried):
     packed, scale = every_pair(low_first)
     expected = every_product().repeat(1, 2)
     if not low_first:
         expected = expected.flip(1)
     assert_same_bits(mxfp4.decode(packed, scale, 32), expected)
+    tried("N1", 256 * 16)
 
 
 def test_scale_byte_zero_is_the_subnormal():
@@ -72,6 +73,13 @@ def test_scale_byte_zero_is_the_subnormal():
     value = mxfp4.decode(ones, torch.zeros(1, 1, dtype=torch.uint8), 32)
     assert value.view(torch.int32).tolist() == [[0x00400000] * 32]
     assert value[0, 0].item() == 2.0**-127
+
+
+def test_the_nan_of_scale_byte_255_is_the_quiet_one():
+    ones = torch.full((1, 16), 0xA2, dtype=torch.uint8)
+    scale = torch.full((1, 1), 255, dtype=torch.uint8)
+    values = mxfp4.decode(ones, scale, 32)
+    assert values.view(torch.int32).tolist() == [[0x7FC00000] * 32]
 
 
 def test_scale_bytes_are_torchs_float8_e8m0fnu():
@@ -178,7 +186,7 @@ def test_decoding_in_chunks(monkeypatch):
             (4, 16),
             (4, 1),
             64,
-            r"packed codes: .*64 values a row: found \(4, 16\), expected \(4, 32\)",
+            r"^packed codes: wrong shape for 64 values a row: found \(4, 16\), expected \(4, 32\)",
         ),
         ((4, 32), (4, 1), 64, r"scales: .*found \(4, 1\), expected \(4, 2\)"),
         ((4, 40), (4, 2), 80, r"scales: .*found \(4, 2\), expected \(4, 3\)"),
@@ -309,7 +317,9 @@ def test_quantizing_decoded_values_changes_nothing():
 def test_quantize_refuses_what_is_no_row_of_floats(bad):
     for call in (mxfp4.quantize, mxfp4.fake_quantize):
         with pytest.raises(
-            LayoutError, match=r"input: cannot be quantized: found .*, expected floats"
+            LayoutError,
+            match=r"^input: cannot be quantized: found [02] dimensions of torch\.\w+, "
+            r"expected floats in rows$",
         ):
             call(bad)
 
@@ -502,3 +512,13 @@ def test_element_limits():
         name: float(ml_dtypes.finfo(dtype).max) for name, (dtype, *_) in MX_ORACLES.items()
     }
     assert float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max) == mxfp4.FP8_MAX
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 64), (2, 3, 0), (2, 0, 64), (0, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_decodes_to_nothing(shape, dtype):
+    *rows, k = shape
+    packed, scale = (torch.zeros((*rows, k // size), dtype=torch.uint8) for size in (2, 32))
+    found = mxfp4.decode(packed, scale, k, dtype)
+    assert found.shape == shape
+    assert found.dtype == dtype
