@@ -173,14 +173,15 @@ def prepare(settings: dict[str, str]) -> None:
     os.environ.update(settings)
 
 
-def report(targets: list[str], kernels: list[str], jobs: int) -> list[Compiled]:
-    """Everything shipped for these targets, compiled by `jobs` processes with a fresh cache."""
-    work = [
-        (what, target)
-        for target in targets
-        for what in shipped(target)
-        if not kernels or what.kernel in kernels
-    ]
+def report(targets: list[str], kernels: list[str], jobs: int, every: int = 1) -> list[Compiled]:
+    """What is shipped for these targets, compiled by `jobs` processes with a fresh cache.
+
+    every   compiles the first, and each so-manieth after it, of a target's compilations
+    """
+    work = []
+    for target in targets:
+        asked = [what for what in shipped(target) if not kernels or what.kernel in kernels]
+        work += [(what, target) for what in asked[::every]]
     with tempfile.TemporaryDirectory() as cache:
         settings = {
             "TRITON_CACHE_DIR": cache,
@@ -228,10 +229,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--target", default=",".join(TARGETS))
     parser.add_argument("--kernel", default="")
+    parser.add_argument("--every", type=int, default=1, help="compile each N-th only", metavar="N")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    results = report(given.target.split(","), [*filter(None, given.kernel.split(","))], given.jobs)
+    kernels = [*filter(None, given.kernel.split(","))]
+    results = report(given.target.split(","), kernels, given.jobs, given.every)
     if given.json:
         print(json.dumps([asdict(one) for one in results], indent=1))
     else:

@@ -94,6 +94,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.rows: Counts = defaultdict(dict)
+        self.path = os.environ.pop(VARIABLE, None)  # suites that tests start do not count
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call":
@@ -108,12 +109,12 @@ class Counter:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        path = os.environ.get(VARIABLE)
-        if path and not hasattr(session.config, "workerinput"):  # the controller has all reports
-            before = read(Path(path)) if Path(path).exists() else {}
+        if self.path and not hasattr(session.config, "workerinput"):  # the controller has it all
+            path = Path(self.path)
+            before = read(path) if path.exists() else {}
             for row, tests in self.rows.items():
                 before.setdefault(row, {}).update(tests)
-            Path(path).write_text(json.dumps(before, indent=1, sort_keys=True) + "\n")
+            path.write_text(json.dumps(before, indent=1, sort_keys=True) + "\n")
 
 
 def read(path: Path) -> Counts:

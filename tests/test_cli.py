@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import os
 import pty
@@ -20,6 +18,7 @@ from typing import Any
 import pytest
 import typer
 from conftest import FIXTURES, LOOKALIKES
+from processes import default_signals, environment
 from quark_factory import write_checkpoint
 from test_report import displayed, validate
 
@@ -39,13 +38,6 @@ LINEARS = {
 }
 
 
-def environment(**changes: str) -> dict[str, str]:
-    """A plain environment: none of the variables that change the output unless given."""
-    names = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TERM", "MXFP4PREP_DEBUG", "MXFP4PREP_WORKERS")
-    kept = {name: value for name, value in os.environ.items() if name not in names}
-    return {**kept, "PYTHONPATH": str(ROOT), **changes}
-
-
 def shell(words: Sequence[object], **changes: str) -> subprocess.CompletedProcess[str]:
     """One command line in a process of its own, streams captured."""
     return subprocess.run(
@@ -53,18 +45,6 @@ def shell(words: Sequence[object], **changes: str) -> subprocess.CompletedProces
         capture_output=True,
         text=True,
         env=environment(**changes),
-        timeout=120,
-        check=False,
-    )
-
-
-def bash(script: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    """A bash script in which `$RUN` is the command."""
-    return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", script],
-        capture_output=True,
-        text=True,
-        env=environment(RUN=" ".join(COMMAND), **changes),
         timeout=120,
         check=False,
     )
@@ -129,28 +109,6 @@ def damage(prepared: Path) -> Path:
     raw[-1] ^= 1
     path.write_bytes(raw)
     return prepared
-
-
-def test_every_exit_code_of_the_table(model: Path, prepared: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    cases = {
-        0: ["audit", model, "--tp", "1,2,4"],
-        1: ["verify", damage(prepared)],
-        2: ["audit", model, "--tp", "0"],
-        3: ["audit", tmp_path / "empty"],
-        4: ["audit", FIXTURES / "lookalike-nvfp4"],
-        5: ["convert", model, tmp_path / "empty"],
-        6: ["convert", model, tmp_path / "empty" / "out", "--format", "json"],
-    }
-    for code, words in cases.items():
-        if code == 6:
-            script = f"$RUN {' '.join(map(str, words))} > /dev/full"
-            result = bash(script)
-        else:
-            result = shell(words)
-        assert result.returncode == code, (words, result.stderr)
-        assert "Traceback" not in result.stderr
-        assert bool(re.search(r"^error: ", result.stderr, re.MULTILINE)) is (code > 1)
 
 
 @pytest.mark.parametrize(
@@ -389,65 +347,6 @@ def damage_any(prepared: Path) -> Path:
     return prepared
 
 
-# --- pipes --------------------------------------------------------------------------------------
-
-
-def test_a_reader_that_leaves_is_no_failure(model: Path) -> None:
-    for words, code in (
-        (f"audit {model} --tp 1", 0),
-        (f"audit {model}", 1),
-        (f"audit {model} --tp 1 --format json", 0),
-        ("--help", 0),
-        ("--version", 0),
-    ):
-        result = bash(f"$RUN {words} | head -0; echo ${{PIPESTATUS[0]}}")
-        assert (result.stdout.split()[-1], result.stderr) == (str(code), ""), words
-
-
-def test_head_gets_its_line(model: Path) -> None:
-    result = bash(f"$RUN audit {model} --tp 1 | head -1")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("model: llama, ")
-
-
-@pytest.mark.parametrize(
-    "words", ["audit {model} --tp 1", "--help", "--version", "show {prepared}"]
-)
-@pytest.mark.parametrize("target", ["> /dev/full", ">&-"])
-def test_a_result_that_cannot_be_written_is_a_failure(
-    model: Path, prepared_once: Path, words: str, target: str
-) -> None:
-    result = bash(f"$RUN {words.format(model=model, prepared=prepared_once)} {target}")
-    assert result.returncode == 6
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith("error: ")
-
-
-def test_what_waits_in_the_buffer_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(io.StringIO):
-        def flush(self) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(cli, "_run", lambda _words: print("result") or 0)
-    monkeypatch.setattr(sys, "stdout", Full())
-    assert cli.main([]) == 6
-
-
-def test_a_story_that_nobody_hears_is_none(model: Path) -> None:
-    for target in ("2>&-", "2>/dev/full"):
-        result = bash(f"$RUN audit {model} --tp 1 {target}")
-        assert (result.returncode, result.stderr) == (0, "")
-        assert result.stdout.endswith("\n")
-        assert bash(f"$RUN audit /nowhere {target}").returncode == 3
-
-
-def test_closed_streams_never_become_files(model: Path, tmp_path: Path) -> None:
-    result = bash(f"$RUN convert {model} {tmp_path}/out --workers 1 <&- >&- 2>&-")
-    assert result.returncode == 6
-    assert (tmp_path / "out" / "mxfp4prep.json").is_file()
-    assert shell(["verify", tmp_path / "out"]).returncode == 0
-
-
 # --- signals ------------------------------------------------------------------------------------
 
 SLOW = textwrap.dedent(
@@ -464,12 +363,6 @@ SLOW = textwrap.dedent(
     sys.exit(cli.main(sys.argv[1:]))
     """
 )
-
-
-def default_signals() -> None:
-    """A process that was started in the background ignores what its shell made it ignore."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -504,12 +397,6 @@ def test_an_ignored_hangup_stays_ignored(model: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=60)
     assert process.returncode == 0
-
-
-def test_handlers_are_put_back(run: Any, model: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    run("audit", model)
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 # --- terminals ----------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -53,17 +55,53 @@ def sample(command):
     return found[1].splitlines()
 
 
-def test_the_audit_is_the_real_one_with_lines_left_out(shown):
+def test_the_audit_is_the_real_one_with_lines_left_out(shown, tried):
     lines = iter(shown("audit", "model"))
     for line in sample("mxfp4prep audit model"):
         assert line == "..." or line in lines, line  # `in` leaves the iterator behind the match
+    tried("E1")
 
 
-def test_the_conversion_is_the_real_one(shown, tmp_path):
+def test_the_conversion_is_the_real_one(shown, tmp_path, tried):
     # without spaces: the test's own path is long, and wrapped
     real = "".join("".join(shown("convert", "model", "--tp", "1,2")).split())
     words = "".join(sample("mxfp4prep convert model --tp 1,2")).split()
     assert "".join(words) == real.replace(str(tmp_path), "/models")
+    tried("E1")
+
+
+STAND_INS = {
+    "MODEL": "model",
+    "MODEL_DIR": "model",
+    "MODEL@OLD": "model",
+    "MODEL@NEW": "other.json",
+    "cuda": "cpu",
+}
+"""What the README leaves to its reader, as it is here."""
+
+LESS = {"bench": ["--m", "1", "--layers", "*.0.mlp.*_proj"]}
+"""Options that make a command do less: on a CPU the whole takes minutes."""
+
+ENDS_WITH = {"audit": 1, "diff": 1}
+"""Exit codes other than 0: the demo's layers cannot be split at tp 8, and audits differ."""
+
+
+def test_every_command_runs_one_after_the_other(shown, tmp_path, tried):
+    """Those of ours, in a folder with the demo's checkpoint, each in the place of the last."""
+    lines = re.findall(r"^\$ mxfp4prep (.+)$", README, re.MULTILINE)
+    other = json.loads("\n".join(shown("audit", "model", "--format", "json")))
+    other["layers"][0]["k"] += 32
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    for line in lines:
+        words = [STAND_INS.get(word, word) for word in shlex.split(line, comments=True)]
+        code = cli.main([*words, *LESS.get(words[0], [])])
+        assert code == ENDS_WITH.get(words[0], 0), line
+    assert (tmp_path / "audit.html").read_text().startswith("<!doctype html")
+    assert (tmp_path / "original-again/config.json").read_bytes() == (
+        tmp_path / "model/config.json"
+    ).read_bytes()
+    assert len(lines) >= 16
+    tried("E1", len(lines))
 
 
 @pytest.fixture
@@ -78,7 +116,7 @@ def checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_its_python_runs_and_does_what_it_says(checkpoint):
+def test_its_python_runs_and_does_what_it_says(checkpoint, tried):
     assert len(BLOCKS) == 2
     names = {}
     exec(BLOCKS[0], names)
@@ -96,6 +134,7 @@ def test_its_python_runs_and_does_what_it_says(checkpoint):
     exec(told, names | {"told": lambda done, total: seen.append((done, total))})
     rest = 3 * 64 * 64 * 17 // 32 // 2 + 128  # bytes of half a shared expert, and the norm
     assert seen[-1] == (rest, rest)
+    tried("E1", len(BLOCKS))
 
 
 def test_its_modules_stay_and_are_filled(checkpoint):

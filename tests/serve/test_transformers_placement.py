@@ -19,7 +19,6 @@ from test_transformers import (
     IMPORTS,
     MIXED,
     MOE,
-    ROOT,
     TOLERANCE,
     files_of,
     loaded,
