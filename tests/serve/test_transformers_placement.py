@@ -76,8 +76,9 @@ def test_device_maps(prepared, tmp_path, name, where):
     if "disk" in where:
         assert model.model.layers[1].self_attn.o_proj.weight.is_meta
     expected = reference(name)
-    got = logits_of(model, expected["input_ids"]).cpu()
-    if where != "auto" or not torch.cuda.is_available():  # `test_on_a_gpu` has GPUs' sums
+    ids, on_a_gpu = expected["input_ids"], where == "auto" and torch.cuda.is_available()
+    got = logits_of(model, ids.cuda() if on_a_gpu else ids).cpu()
+    if not on_a_gpu:  # whose sums have another order: `test_on_a_gpu`
         assert (got - expected["logits"]).abs().max() <= TOLERANCE
     out = tmp_path / "saved"
     model.save_pretrained(out)
@@ -236,7 +237,12 @@ def on_two_ranks(tmp_path_factory):
         ],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": IMPORTS, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": IMPORTS,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",  # two ranks, and one GPU at most
+        },
         timeout=400,
     )
     assert done.returncode == 0, done.stderr[-6000:]
