@@ -135,9 +135,8 @@ def _config() -> dict[str, Any]:
         "target_device": None,
     }
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": True,
+        "architectures": ["Qwen2ForCausalLM"],  # q, k and v have biases, o has none
+        "model_type": "qwen2",
         "head_dim": HEAD_DIM,
         "hidden_act": "silu",
         "hidden_size": HIDDEN,

@@ -19,6 +19,12 @@ def printable(text: str) -> str:
     )
 
 
+HINT = "hint: "
+"""How the note of an error begins that is its hint."""
+
+IN = "in the checkpoint "
+"""How the note of an error begins that says in which directory it is."""
+
 MOST_SHOWN = 300
 """Characters of a fact that an error shows: a value from a file may have thousands."""
 
@@ -56,6 +62,8 @@ class Mxfp4PrepError(Exception):
             facts.append(f"expected {_short(str(expected))}")
         text = f"{self.where}: {what}" + (f": {', '.join(facts)}" if facts else "")
         super().__init__(printable(text))
+        if self.hint is not None:
+            self.add_note(f"{HINT}{self.hint}")  # a traceback shows it: engines print no other
 
 
 class UsageError(Mxfp4PrepError):

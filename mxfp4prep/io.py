@@ -308,9 +308,12 @@ def rename(source: Path, target: Path) -> None:
         os.rename(source, target)
 
 
-def mkdir(path: Path) -> None:
-    """Makes one folder, mode 0777 less the umask. Atomic: of two processes one gets IOFailed."""
-    with _failing_as(path):
+def mkdir(path: Path, where: Path | None = None) -> None:
+    """Makes one folder, mode 0777 less the umask. Atomic: of two processes one gets IOFailed.
+
+    where   what an error speaks of, if not `path`: a hidden name helps nobody
+    """
+    with _failing_as(path if where is None else where):
         os.mkdir(path)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mxfp4prep import io
 from mxfp4prep.documents import CONFIG_NAME, JSON_LIMIT, parse_object, read_object
-from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest
+from mxfp4prep.errors import IN, InvalidCheckpoint, InvalidManifest, Mxfp4PrepError, printable
 from mxfp4prep.manifest import (
     FileRecord,
     Manifest,
@@ -29,6 +30,18 @@ from mxfp4prep.marks import (
 
 CONVERT_HINT = "prepare the Quark checkpoint again with `mxfp4prep convert`"
 VERIFY_HINT = "`mxfp4prep verify` lists everything that differs; copy the checkpoint again"
+
+
+@contextmanager
+def naming(root: Path) -> Iterator[None]:
+    """Failures inside say of which checkpoint: an engine holds several, and none was typed."""
+    try:
+        yield
+    except Mxfp4PrepError as error:
+        note = printable(f"{IN}{root}")
+        if printable(str(root)) not in str(error) and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +84,11 @@ def _read_config(root: Path) -> dict[str, Any]:
     declared = declared if isinstance(declared, Mapping) else {}
     if declared.get("quant_method") == "quark":
         what = "not a prepared checkpoint but a Quark checkpoint"
+        hint = f"prepare it first: mxfp4prep convert {root}"
         if has_manifest:
             what += f", although {MANIFEST_NAME} is there: config.json was replaced"
-        raise InvalidManifest(root, what, hint=f"prepare it first: mxfp4prep convert {root}")
+            hint = f"put back the {CONFIG_NAME} that convert wrote, or copy the checkpoint again"
+        raise InvalidManifest(root, what, hint=hint)
     if not has_manifest:
         raise InvalidManifest(
             root, f"not a prepared checkpoint: no {MANIFEST_NAME}", hint=CONVERT_HINT

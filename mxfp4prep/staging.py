@@ -107,7 +107,7 @@ def staged(
     stage, aside = stage_path(out), stage_path(out, "old-")
     begun = False
     try:
-        io.mkdir(stage)
+        io.mkdir(stage, out.parent)
         # Only now: of two that begin at once, each sees the other's folder, and none sweeps.
         left = abandoned(out, mine=stage)
         before = _content(out)

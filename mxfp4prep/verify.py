@@ -77,7 +77,7 @@ class Run:
     files: PreparedFiles
     level: Level
     source: Path | None
-    digests: dict[str, tuple[str, str]]
+    digests: dict[str, tuple[str, str]] | None
     cancel: Cancel
     stored: dict[str, Stored]
     listed: dict[str, list[str]]
@@ -114,7 +114,10 @@ def verify(
     try:
         run.digests = read_digests(files)
     except Mxfp4PrepError as error:
-        run.say(files.manifest.digests.name, str(error))
+        run.digests = None
+        name = files.manifest.digests.name
+        if all(problem.file != name for problem in run.problems):
+            run.say(name, *_placed(error, name))
     broken = {problem.file for problem in run.problems}
     whole = [record for record in files.manifest.files if record.name not in broken]
     jobs = [file_job(run, record) for record in sorted(whole, key=lambda r: -r.nbytes)]
@@ -367,10 +370,10 @@ def _judge_shard(
     digests: TensorDigests,
     sha256: str,
 ) -> None:
-    damaged = False
-    for tensor in tensors:
+    damaged, known = False, run.digests or {}
+    for tensor in tensors if known else ():
         name = tensor.source.name
-        source, stored = run.digests.get(name, ("no digest", "no digest"))
+        source, stored = known.get(name, ("no digest", "no digest"))
         if digests.read[name] != stored:
             damaged = True
             run.say(record.name, f"bytes: found xxh3 {digests.read[name]}, expected {stored}", name)
@@ -382,12 +385,15 @@ def _judge_shard(
                 name,
             )
     if sha256 != record.sha256:
-        where = "" if damaged else " (no tensor is damaged: the header is)"
+        header = bool(known) and not damaged
+        where = " (no tensor is damaged: the header is)" if header else ""
         run.say(record.name, f"sha256: found {sha256}, expected {record.sha256}{where}")
 
 
 def _check_coverage(run: Run) -> None:
     """Digests, layers and copied tensors speak of the same set of tensors."""
+    if run.digests is None:
+        return
     manifest = run.files.manifest
     named = {t.name for t in manifest.tensors}
     for layer in manifest.layers:

@@ -207,7 +207,11 @@ def test_a_bug_is_one_line_unless_debugging(
 @pytest.mark.parametrize(
     ("error", "code", "start"),
     [
-        (OSError(5, "Input/output error", "a\x1bfile"), 6, r"error: a\x1bfile: Input/output error"),
+        (
+            OSError(5, "Input/output error", "a\x1bfile"),
+            6,
+            r"error: a\x1bfile: the disk reported an input/output error",
+        ),
         (MemoryError(), 6, "error: memory: "),
         (KeyboardInterrupt(), 130, "interrupted"),
         (IOFailed("f", "gone", hint="try again"), 6, "error: f: gone"),

@@ -32,14 +32,14 @@ def test_a_hundred_conversions_leave_no_file_thread_or_memory(
     assert found.failed == RUNS, "each way to fail fails each time"
     assert found.after.files == found.before.files
     assert found.after.threads == found.before.threads
-    assert found.growth < MIB / 4, "bytes that a run adds; the plan allows four times that"
+    assert found.growth < MIB, "bytes that a run adds, beside what the suite's process does"
     tried("R5")
 
 
 def test_a_leak_of_memory_would_be_seen() -> None:
     flat = [100 * MIB + (run * 7919) % MIB for run in range(RUNS)]
     assert abs(leaks.slope(flat)) < MIB / 64
-    assert leaks.slope([size + run * MIB for run, size in enumerate(flat)]) > MIB / 4
+    assert leaks.slope([size + run * MIB for run, size in enumerate(flat)]) > MIB * 0.9
 
 
 def test_no_file_stays_open_whichever_read_of_a_deep_verification_fails(tmp_path: Path) -> None:

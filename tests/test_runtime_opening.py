@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import torch
 from prepared_factory import Layer, build, edit_config
 
 import mxfp4prep
 from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest
+
+SHARD = "model-00001-of-00001.safetensors"
 
 
 @pytest.fixture
@@ -45,3 +49,23 @@ def test_the_digests_themselves(root):
     mxfp4prep.load(root)
     with pytest.raises(InvalidManifest, match=r"mxfp4prep\.digests\.json: sha256"):
         mxfp4prep.load(root, verify=True)
+
+
+def test_a_traceback_tells_the_way_out_and_which_checkpoint(root):
+    """Engines print no hint of ours, and have several checkpoints."""
+    (root / SHARD).write_bytes(b"x" * 100)
+    with pytest.raises(InvalidCheckpoint) as caught:
+        mxfp4prep.load(root)
+    said = "".join(traceback.format_exception(caught.value)).splitlines()
+    assert said[-2:] == [f"hint: {caught.value.hint}", f"in the checkpoint {root}"]
+
+
+def test_bytes_that_differ_are_of_that_checkpoint(root):
+    path = root / SHARD
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    prepared = mxfp4prep.load(root, verify=True)
+    with pytest.raises(InvalidCheckpoint, match="bytes differ") as caught:
+        prepared.load_all()
+    assert caught.value.__notes__.count(f"in the checkpoint {root}") == 1

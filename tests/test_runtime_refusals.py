@@ -88,10 +88,9 @@ MAY_DIFFER: dict[str, tuple[set[str], str]] = {  # field -> what loads, and why 
     "target.expert_parallel": ({"removed", "another"}, "story"),
     "digests.name": ({"unknown"}, "read with verify=True"),
     "digests.sha256": ({"unknown"}, "read with verify=True"),
-    "digests.algorithm": ({"unknown"}, "read with verify=True"),
     "findings": ({"removed"}, "story"),
     # files that hold no tensor are not opened; the digest of one that does is checked by verify
-    "files.name": ({"unknown", "another"}, "of a file without tensors"),
+    "files.name": ({"unknown"}, "of a file without tensors"),
     "files.nbytes": ({"unknown", "another"}, "of a file without tensors"),
     "files.role": ({"another"}, "of a file without tensors"),
     "files.sha256": ({"unknown", "another", "exchanged"}, "checked by verify"),
@@ -279,7 +278,8 @@ def changed(document: dict, path: tuple) -> Iterator[tuple[str, dict]]:
 
 FIELDS = sorted(
     {field for field in MAY_DIFFER if field.split(".")[0] not in ("files", "tensors", "layers")}
-    | {"schema_version", "source", "target", "target.parallel", "digests", "findings"}
+    | {"schema_version", "source", "target", "target.parallel", "findings"}
+    | {"digests", "digests.algorithm"}
     | {f"files.{field}" for field in m.FileRecord.model_fields}
     | {f"tensors.{field}" for field in m.CopiedTensor.model_fields}
     | {f"layers.{field}" for field in m.LayerRecord.model_fields}

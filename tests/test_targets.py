@@ -117,8 +117,8 @@ def test_the_engine_is_checked_and_planned_with(tmp_path):
     out = convert(planned(tmp_path / "m", "sglang"), tmp_path / "out").out
     assert m.parse((out / "mxfp4prep.json").read_bytes()).target.engine == "sglang"
     edit_manifest(out, lambda document: document["target"].update(engine="vllm"))
-    said = [problem.what for problem in verify(out, "quick").problems]
-    assert any(f"{O_PROJ}: reasons" in what and "'engine', 'kept'" in what for what in said)
+    said = [p.what for p in verify(out, "quick").problems if p.tensor == O_PROJ]
+    assert any("reasons" in what and "'engine', 'kept'" in what for what in said)
     edit_manifest(out, lambda document: document["target"].update(engine="tgi"))
     with pytest.raises(InvalidManifest, match=r"target\.engine: .*'sglang'.*found 'tgi'"):
         mxfp4prep.load(out)

@@ -20,6 +20,7 @@ from mxfp4prep.errors import (
     Mxfp4PrepError,
     UsageError,
 )
+from mxfp4prep.marks import DIGESTS_NAME
 from mxfp4prep.parallel import parse_rules
 from mxfp4prep.plan import make_plan, surveyed_degrees
 from mxfp4prep.restore import restore
@@ -388,3 +389,16 @@ def test_config_that_contradicts_the_manifest(prepared, change):
     path.write_text(json.dumps(document))
     with pytest.raises(InvalidManifest, match=r"config\.json"):
         verify(prepared)
+
+
+def test_digests_that_are_missing_are_one_problem(prepared):
+    (prepared / DIGESTS_NAME).unlink()
+    assert said(verify(prepared, "full")) == {(DIGESTS_NAME, None)}
+    assert len(verify(prepared, "full").problems) == 1
+
+
+def test_a_config_that_was_replaced_has_to_come_back(prepared):
+    shutil.copy(prepared / "source" / "config.json", prepared / "config.json")
+    with pytest.raises(InvalidManifest, match=r"config\.json was replaced") as caught:
+        verify(prepared, "quick")
+    assert "put back the config.json" in caught.value.hint

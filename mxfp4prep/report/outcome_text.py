@@ -33,6 +33,9 @@ def convert_text(done: c.ConvertDocument, screen: Screen, source: str, out: str)
     return [*lines, "", f"next: mxfp4prep verify {out} --source {source}"]
 
 
+_MENDING = "copy what is named again from where it is right, or convert the original again"
+
+
 def verify_text(report: c.VerifyDocument, screen: Screen) -> list[str]:
     """Lines of a verification: every problem, what was not checked, and the verdict."""
     lines = []
@@ -50,6 +53,8 @@ def verify_text(report: c.VerifyDocument, screen: Screen) -> list[str]:
     else:
         verdict = f"NOT what was prepared: {counted(len(report['problems']), 'problem')}"
     lines += screen.wrap(f"{head}: {verdict}")
+    if not report["ok"]:
+        lines += screen.wrap(f"hint: {_MENDING}")
     for check in report["skipped"]:
         lines += screen.wrap(f"not checked: {screen.name(check)}", rest="  ")
     return lines

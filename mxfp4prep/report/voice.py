@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mxfp4prep.collector import collector_paused
-from mxfp4prep.errors import printable
+from mxfp4prep.errors import HINT, IN, printable
 from mxfp4prep.report import streams
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class Voice:
             yield
         except BaseException as error:
             for note in getattr(error, "__notes__", ()):
+                if note.startswith((HINT, IN)):
+                    continue  # told with the error, or typed
                 streams.tell(f"note: {printable(note)}")
             raise
 

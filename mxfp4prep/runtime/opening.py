@@ -25,6 +25,7 @@ from mxfp4prep.prepared import (
     CONVERT_HINT,
     VERIFY_HINT,
     PreparedFiles,
+    naming,
     open_prepared,
     read_digests,
 )
@@ -54,11 +55,17 @@ def open_for_serving(path: Path, *, verify: bool) -> Opened:
 
     Raises InvalidManifest, InvalidCheckpoint or Unsupported for whatever does not agree.
     """
-    return checked_for_serving(open_prepared(path), verify=verify)
+    with naming(path):
+        return checked_for_serving(open_prepared(path), verify=verify)
 
 
 def checked_for_serving(prepared: PreparedFiles, *, verify: bool) -> Opened:
     """`open_for_serving` of a checkpoint whose manifest and config have been read already."""
+    with naming(prepared.root):
+        return _checked(prepared, verify=verify)
+
+
+def _checked(prepared: PreparedFiles, *, verify: bool) -> Opened:
     manifest = prepared.manifest
     places = _read_headers(prepared.root, manifest)
     layers = {record.name: record for record in manifest.layers}

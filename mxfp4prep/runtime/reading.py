@@ -17,6 +17,7 @@ import torch
 
 from mxfp4prep.errors import LayoutError, Unsupported
 from mxfp4prep.layouts import Layout
+from mxfp4prep.prepared import naming
 from mxfp4prep.runtime import memory
 from mxfp4prep.runtime.agreement import Place
 from mxfp4prep.runtime.blocks import Block, Checked, Plain, plain_units
@@ -170,7 +171,8 @@ class Batch:
                 progress(self._read, total)
 
         done(0)
-        do_units(units, movers, done)
+        with naming(self.reader.opened.root):
+            do_units(units, movers, done)
 
     def _place(self, name: str) -> tuple[Place, torch.dtype]:
         place = self.reader.opened.places[name]

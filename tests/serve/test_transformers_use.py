@@ -36,6 +36,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import WeightRenaming
 
 import mxfp4prep
+from mxfp4prep.demo import build
 
 
 @pytest.fixture(scope="module")
@@ -306,3 +307,10 @@ def test_changed_bytes_of_a_bank_stored_as_one_tensor(tmp_path, config, form):
         ):
             model.save_pretrained(tmp_path / "out")
         flip(model, "model.layers.1.mlp.experts", param, -1)
+
+
+def test_the_checkpoint_of_the_demo(tmp_path):
+    """What the README walks through can be served, too."""
+    build(tmp_path / "model")
+    model = loaded(prepare(tmp_path / "model", tmp_path / "prepared"), dtype="auto")
+    assert model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2).shape == (1, 5)
