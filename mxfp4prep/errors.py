@@ -5,7 +5,7 @@ The exit code belongs to the error class, so that the command line only has to p
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 def printable(text: str) -> str:
@@ -64,6 +64,18 @@ class Mxfp4PrepError(Exception):
         super().__init__(printable(text))
         if self.hint is not None:
             self.add_note(f"{HINT}{self.hint}")  # a traceback shows it: engines print no other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Goes from a worker process to its parent as it is, notes included."""
+        return _revived, (type(self), self.args, self.__dict__)
+
+
+def _revived(
+    kind: type[Mxfp4PrepError], args: tuple[str, ...], state: dict[str, Any]
+) -> Mxfp4PrepError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class UsageError(Mxfp4PrepError):

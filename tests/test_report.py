@@ -672,6 +672,7 @@ def test_verify_names_each_problem_and_what_was_not_checked() -> None:
         r"error: a.safetensors: w\x1b: bytes: found 1, expected 2",
         "error: f: is missing",
         "model: full: 3 files, 4 tensors, 5.0 kB read: NOT what was prepared: 2 problems",
+        "hint: copy what is named again from where it is right, or convert the original again",
         "not checked: the source",
     ]
 

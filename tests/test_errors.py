@@ -1,0 +1,35 @@
+"""Errors as other programs meet them."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+
+import pytest
+
+from mxfp4prep import errors
+
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.Mxfp4PrepError)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_goes_from_one_process_to_another(kind):
+    """Engines' workers send theirs to the process that asked."""
+    reason = {"reason": "split_rows"} if kind is errors.CannotShard else {}
+    error = kind("a.weight", "is odd", hint="look at it", **reason)
+    error.add_note("in the checkpoint m")
+    there = pickle.loads(pickle.dumps(error))
+    assert type(there) is kind
+    assert traceback.format_exception_only(there) == traceback.format_exception_only(error)
+    assert vars(there) == vars(error)
+    assert there.args == error.args
+
+
+def test_a_traceback_shows_the_hint():
+    error = errors.InvalidCheckpoint("a", "b", found=1, expected=2, hint="c \x1b")
+    said = "".join(traceback.format_exception_only(error))
+    assert said.endswith("InvalidCheckpoint: a: b: found 1, expected 2\nhint: c \\x1b\n")
