@@ -157,13 +157,16 @@ def _sum(tests: dict[str, list[int | bool]]) -> tuple[int, bool]:
 
 
 def overstated(counts: Counts, table: str) -> Iterator[str]:
-    """One line for each row of which `table` says more than was tried."""
+    """One line for each row of which `table` says more than was tried.
+
+    One in a hundred is let be: where threads take turns a run may have a few calls less to fail.
+    """
     for row in ROWS:
         shown = re.search(rf"^\| {row.id} \|(?:[^|]*\|){{3}} ([\d,]+) \|", table, re.MULTILINE)
         total, _ = _sum(counts.get(row.id, {}))
         if shown is None:
             yield f"{row.id}: not in {TABLE.name}"
-        elif int(shown[1].replace(",", "")) > total:
+        elif int(shown[1].replace(",", "")) * 0.99 > total:
             yield f"{row.id}: {TABLE.name} says {shown[1]}, this run tried {total:,}"
 
 
