@@ -19,7 +19,7 @@ test: $(VENV)/.dev     ## run the whole test suite
 	MXFP4PREP_AITER_SITE=$(wildcard $(CURDIR)/.aiter-site) $(BIN)/python -m pytest -n auto $(ARGS)
 
 # With MXFP4PREP_ENGINES an engine that is not installed fails its tests; without, they are skipped.
-test-serve: $(SERVE_VENV)/.serve $(VENV)/.dev ## serve with the real engines: another environment, 4 GB, about 20 minutes
+test-serve: $(SERVE_VENV)/.serve $(VENV)/.dev ## serve with the real engines: another environment, 4 GB, about half an hour
 	MXFP4PREP_ENGINES=1 $(SERVE_VENV)/bin/python -m pytest tests/serve $(ARGS)
 	MXFP4PREP_ENGINES=1 $(BIN)/python -m pytest -n auto tests/serve/test_transformers.py tests/serve/test_transformers_placement.py $(ARGS)
 
