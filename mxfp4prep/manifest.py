@@ -237,7 +237,7 @@ def parse(raw: bytes, where: str = MANIFEST_NAME) -> Manifest:
         document = json.loads(raw, object_pairs_hook=_unique)
     except InvalidCheckpoint as error:
         raise InvalidManifest(
-            where, error.what, found=error.found, expected=error.expected
+            where, error.what, found=error.found, expected=error.expected, hint=_AGAIN
         ) from None
     except (ValueError, RecursionError) as error:
         raise InvalidManifest(where, f"not a manifest: {error}") from None
@@ -303,7 +303,7 @@ def _valid(model: type[_T], value: object, where: str, prefix: str = "") -> _T:
         for key, item in value.items():
             if key not in _LISTS and _is_endless(item):
                 raise InvalidManifest(
-                    where, f"{prefix}{key}", found=f"more than {MOST_ITEMS} items"
+                    where, f"{prefix}{key}", found=f"more than {MOST_ITEMS} items", hint=_AGAIN
                 )
     try:
         return model.model_validate(value)

@@ -459,3 +459,13 @@ def test_more_values_than_fit_are_refused_before_they_are_made(monkeypatch):
     assert re.fullmatch(
         r"more JSON values than fit: found about \d MiB of them, expected at most 3 MiB", message
     )
+
+
+def test_a_manifest_that_would_fill_the_memory_has_a_way_out(monkeypatch):
+    with pytest.raises(InvalidManifest, match="more than 100000 items") as caught:
+        parse({"schema_version": 1, "source": {"x": [0] * 100_001}})
+    assert caught.value.hint == "copy the checkpoint again, or convert the source again"
+    monkeypatch.setattr(documents, "MEMORY_LIMIT", 10)
+    with pytest.raises(InvalidManifest, match="more JSON values than fit") as caught:
+        parse({})
+    assert caught.value.hint == "copy the checkpoint again, or convert the source again"

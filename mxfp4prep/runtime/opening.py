@@ -69,8 +69,6 @@ def _checked(prepared: PreparedFiles, *, verify: bool) -> Opened:
     manifest = prepared.manifest
     places = _read_headers(prepared.root, manifest)
     layers = {record.name: record for record in manifest.layers}
-    if len(layers) != len(manifest.layers):
-        raise InvalidManifest(MANIFEST_NAME, "a layer is listed twice", hint=CONVERT_HINT)
     for record in manifest.layers:
         check_layer(record, places)
         check_tensors(record, places)

@@ -92,6 +92,28 @@ def run_jobs(
     return Run(found[0], said)
 
 
+def facts_of(script: str, *arguments: object, **environment: str) -> dict:
+    """What a script beside this file prints, in a process with the plugin and no engine."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *map(str, arguments)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "VLLM_PLUGINS": PREPARED,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def _environment(folder: Path, plugins: str, tp: int) -> dict[str, str]:
     """A child's: the reference is an entry point as ours is, of a distribution made here."""
     entry = folder / "site" / "vllm_reference-0.dist-info"

@@ -7,14 +7,11 @@ interpreted. Answers are compared with float64 from the original checkpoint.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 
 import pytest
 from aiter_stub import NEWEST, install
-from engine import HERE, PREPARED, ROOT, needs_vllm
+from engine import HERE, ROOT, facts_of, needs_vllm
 from models import prepare, write_model
 from quark_factory import quant_config, quant_layer
 
@@ -35,28 +32,16 @@ def facts(tmp_path_factory) -> dict:
     source = write_model(root / "model", "qwen2_moe")
     plain_inputs = quant_config(global_quant_config=quant_layer(inputs=None))
     weights_only = write_model(root / "weights-only", "llama", quantization_config=plain_inputs)
-    done = subprocess.run(
-        [
-            *(sys.executable, str(HERE / "vllm_backends.py"), str(root / "site"), str(source)),
-            str(prepare(source, root / "prepared", keep=KEPT)),
-            str(prepare(weights_only, root / "prepared-weights-only")),
-        ],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(HERE)]),
-            "TRITON_INTERPRET": "1",
-            "VLLM_PLUGINS": PREPARED,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=900,
+    imports = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(HERE)])
+    return facts_of(
+        "vllm_backends.py",
+        root / "site",
+        source,
+        prepare(source, root / "prepared", keep=KEPT),
+        prepare(weights_only, root / "prepared-weights-only"),
+        PYTHONPATH=imports,
+        TRITON_INTERPRET="1",
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_layers_of_every_path_are_there(facts):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from engine import HERE, PREPARED, ROOT, needs_vllm
+from engine import facts_of, needs_vllm
 from models import prepare, write_model
 from safetensors import safe_open
 
@@ -26,23 +22,7 @@ def facts(tmp_path_factory) -> dict:
     mixed = prepare(FP8_ATTENTION, root / "mixed")
     experts = write_model(root / "experts", "qwen2_moe", shared_expert_intermediate_size=512)
     moe = prepare(experts, root / "moe")
-    done = subprocess.run(
-        [sys.executable, str(HERE / "vllm_facts.py"), str(dense), str(mixed), str(moe)],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "VLLM_PLUGINS": PREPARED,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return facts_of("vllm_facts.py", dense, mixed, moe)
 
 
 def test_registering_twice_is_registering_once(facts):

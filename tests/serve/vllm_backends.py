@@ -8,9 +8,7 @@ there, and a GPU what a module's parameters say that they are on.
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 from types import SimpleNamespace
 
 import aiter_recorder
@@ -19,7 +17,7 @@ from aiter_stub import forget
 from moe_cases import Expert, routed64
 from prepared_factory import decode64, fake_quantize64
 from safetensors.torch import load_file
-from vllm_facts import built
+from vllm_facts import built, tell
 
 MACHINES = {
     # name -> instruction sets of its AMD GPUs, whether torch sees a GPU, whether AITER is installed
@@ -221,17 +219,5 @@ def facts(site, source, prepared, weights_only):
     return found
 
 
-def main():
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-
-    torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker has it
-    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-        found = facts(*sys.argv[1:])
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    tell(facts)

@@ -213,7 +213,8 @@ def fused(stored, prefix):
     return found
 
 
-def main():
+def tell(facts):
+    """Prints what `facts` finds of the paths on the command line, in a world of one rank."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 
@@ -226,4 +227,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    tell(facts)
