@@ -38,7 +38,7 @@ count: $(VENV)/.dev
 	MXFP4PREP_COUNTS=$(CURDIR)/.counts.json $(MAKE) test
 	MXFP4PREP_COUNTS=$(CURDIR)/.counts.json $(MAKE) packages
 
-mutants: $(VENV)/.dev  ## every mutant of five modules, hours; ARGS='layouts --jobs 2' to narrow it
+mutants: $(VENV)/.dev  ## every mutant of the modules that must not err, 20 minutes of CPU; ARGS='layouts --jobs 2' to narrow it
 	$(BIN)/python tests/mutation/run.py --all $(ARGS)
 
 packages: $(VENV)/.dev ## build wheel and sdist, and test them in clean environments

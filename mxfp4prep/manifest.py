@@ -1,14 +1,13 @@
 """The manifest of a prepared checkpoint: versioned, strict, and the same bytes for the same input.
 
 A manifest of up to SPELLED_OUT_LAYERS layers spells every field of every layer. A larger one
-leaves out what follows from other fields by `_fill`; readers get the whole record either way.
+leaves out what follows from other fields by `fill`; readers get the whole record either way.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -23,6 +22,7 @@ from pydantic import (
 from mxfp4prep.collector import collector_paused
 from mxfp4prep.documents import check_size
 from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest
+from mxfp4prep.layer_defaults import fill, layer_defaults, shorten, spelled
 from mxfp4prep.marks import DIGEST_ALGORITHM, FORMAT_VERSION, MANIFEST_NAME
 
 SPELLED_OUT_LAYERS = 10_000
@@ -207,8 +207,8 @@ def dump(manifest: Manifest) -> bytes:
     """The manifest's bytes: one line per file, layer and tensor, keys in model order."""
     document = manifest.model_dump(mode="json")
     if len(manifest.layers) > SPELLED_OUT_LAYERS:
-        defaults = _layer_defaults(document["layers"])
-        document["layers"] = [_shorten(layer, defaults) for layer in document["layers"]]
+        defaults = layer_defaults(document["layers"])
+        document["layers"] = [shorten(layer, defaults) for layer in document["layers"]]
         document["layer_defaults"] = defaults
     lines = ["{"]
     keys = list(document)
@@ -217,10 +217,10 @@ def dump(manifest: Manifest) -> bytes:
         comma = "," if position < len(keys) - 1 else ""
         if isinstance(value, list) and value and isinstance(value[0], dict):
             lines.append(f"{json.dumps(key)}: [")
-            lines.append(",\n".join(_line(item) for item in value))
+            lines.append(",\n".join(spelled(item) for item in value))
             lines.append(f"]{comma}")
         else:
-            lines.append(f"{json.dumps(key)}: {_line(value)}{comma}")
+            lines.append(f"{json.dumps(key)}: {spelled(value)}{comma}")
     lines.append("}\n")
     return "\n".join(lines).encode()
 
@@ -259,7 +259,7 @@ def parse(raw: bytes, where: str = MANIFEST_NAME) -> Manifest:
         if not isinstance(defaults, dict) or not isinstance(document.get("layers"), list):
             raise InvalidManifest(where, "layer_defaults is not an object")
         for layer in document["layers"]:
-            _fill(layer, defaults)
+            fill(layer, defaults)
     for key, model in _LISTS.items():
         items = document.get(key)
         if isinstance(items, list):  # one by one: a list of a million faults is never made
@@ -335,26 +335,6 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-_COMMON = (
-    "kind",
-    "parallel",
-    "group",
-    "scheme",
-    "activation",
-    "experts",
-    "gate_up",
-    "reasons",
-    "hazards",
-    "verdict",
-    "bias",
-    "input_scale",
-)
-
-
-def _line(value: object) -> str:
-    return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
@@ -364,57 +344,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"key {key!r} stands twice")
             seen.add(key)
     return result
-
-
-def _layer_defaults(layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """For each common field its most frequent value; ties go to the first seen."""
-    defaults: dict[str, Any] = {}
-    for key in _COMMON:
-        counts: dict[str, int] = {}
-        for layer in layers:
-            text = _line(layer[key])
-            counts[text] = counts.get(text, 0) + 1
-        defaults[key] = json.loads(max(counts, key=counts.__getitem__))
-    return defaults
-
-
-def _derived(layer: Mapping[str, Any]) -> tuple[tuple[str, str | None, Any], ...]:
-    """(field, subfield, value) that follow from name, n, k and the weight's file."""
-    name, n, k = layer["name"], layer["n"], layer["k"]
-    return (
-        ("n_padded", None, n),
-        ("k_padded", None, k),
-        ("weight", "tensor", f"{name}.weight"),
-        ("weight", "source_shape", [n, k // 2]),
-        ("weight", "pad_byte", None),
-        ("scale", "tensor", f"{name}.weight_scale"),
-        ("scale", "file", layer["weight"]["file"]),
-        ("scale", "source_shape", [n, -(-k // 32)]),
-        ("scale", "pad_byte", None),
-    )
-
-
-def _shorten(layer: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    short = {k: v for k, v in layer.items() if k not in defaults or v != defaults[k]}
-    short["weight"], short["scale"] = dict(layer["weight"]), dict(layer["scale"])
-    for field, subfield, value in _derived(layer):
-        if subfield is None:
-            if short[field] == value:
-                del short[field]
-        elif short[field][subfield] == value:
-            del short[field][subfield]
-    return short
-
-
-def _fill(layer: Any, defaults: Mapping[str, Any]) -> None:  # noqa: ANN401 - what JSON holds
-    """Puts back what `_shorten` left out; anything else is left for validation to refuse."""
-    try:
-        for field, subfield, value in _derived(layer):
-            if subfield is None:
-                layer.setdefault(field, value)
-            else:
-                layer[field].setdefault(subfield, value)
-        for key, value in defaults.items():
-            layer.setdefault(key, value)
-    except (TypeError, KeyError, AttributeError):
-        return

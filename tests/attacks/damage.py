@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from quark_factory import write_checkpoint
 
-from mxfp4prep import stream
+from mxfp4prep import file_checks, stream
 from mxfp4prep import verify as subject
 from mxfp4prep.checkpoint import open_checkpoint
 from mxfp4prep.convert import convert
@@ -113,12 +113,12 @@ class ShardCheck:
     def __init__(self, root: Path) -> None:
         files = open_prepared(root)
         self.records = {record.name: record for record in files.files("shard")}
-        self.run = subject.new_run(files, "full")
+        self.run = file_checks.new_run(files, "full")
         self.run.digests = read_digests(files)
 
     def __call__(self, name: str) -> Seen:
         self.run.problems.clear()
-        subject.file_job(self.run, self.records[name])()
+        file_checks.file_job(self.run, self.records[name])()
         return Seen(frozenset((problem.file, problem.tensor) for problem in self.run.problems))
 
 

@@ -295,9 +295,9 @@ def main() -> int:
         import atheris
     except ImportError:
         return fuzz(arguments.seconds, arguments.seed)
-    from mxfp4prep import documents, safefile
+    from mxfp4prep import documents, header_json, safefile
 
-    for module in (safefile, documents, manifest):
+    for module in (safefile, header_json, documents, manifest):
         for name, value in vars(module).items():
             if (
                 callable(value)
