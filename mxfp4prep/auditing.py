@@ -15,6 +15,7 @@ from mxfp4prep.checkpoint import Checkpoint
 from mxfp4prep.cost import Cost, Shapes, banks_of, costs, largest_clean, shapes_of
 from mxfp4prep.decisions import Decisions, decide
 from mxfp4prep.deployment import TENSOR_PARALLEL, Deployment
+from mxfp4prep.errors import naming
 from mxfp4prep.findings import Finding
 from mxfp4prep.hub import Progress, open_source
 from mxfp4prep.parallel import Parallel
@@ -83,7 +84,8 @@ def run_audit(
     """
     ask = _prepare(engine)  # a wrong word is said before the checkpoint is read
     checkpoint = open_source(source, progress=headers)
-    return _audit(checkpoint, tp, rules, deployment, ask, values, watch)
+    with naming(Path(source)):
+        return _audit(checkpoint, tp, rules, deployment, ask, values, watch)
 
 
 def audit_checkpoint(

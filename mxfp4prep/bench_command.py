@@ -79,7 +79,7 @@ def bench(
     else:
         from mxfp4prep.report.bench_text import bench_text
 
-        voice.print_text(lambda screen: bench_text(document, screen))
+        voice.print_text(lambda screen: bench_text(document, screen, str(prepared)))
 
 
 def _check_any(results: Sequence[BenchRow | Skipped]) -> None:

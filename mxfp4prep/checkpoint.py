@@ -18,7 +18,7 @@ from typing import Any
 from mxfp4prep.collector import collector_paused
 from mxfp4prep.directory import SKIPPED_DIRS, list_files
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, read_object
-from mxfp4prep.errors import InvalidCheckpoint, Unsupported
+from mxfp4prep.errors import InvalidCheckpoint, Unsupported, naming
 from mxfp4prep.findings import Finding
 from mxfp4prep.marks import (
     MANIFEST_NAME,
@@ -126,7 +126,8 @@ def open_checkpoint(root: Path) -> Checkpoint:
             if root.exists()
             else "for a Hub repository, download it first: hf download ORG/NAME --local-dir DIR",
         )
-    return read_checkpoint(local_files(root))
+    with naming(root):
+        return read_checkpoint(local_files(root))
 
 
 def local_files(root: Path, *, again: str = "download the checkpoint again") -> Files:

@@ -17,7 +17,7 @@ import typer
 
 from mxfp4prep import bench_command, commands, diff_command, io, prepared_commands
 from mxfp4prep import options as o
-from mxfp4prep.errors import IOFailed, Mxfp4PrepError, UsageError
+from mxfp4prep.errors import IN, IOFailed, Mxfp4PrepError, UsageError
 from mxfp4prep.report import streams
 from mxfp4prep.report.voice import Voice
 from mxfp4prep.stopping import INTERRUPTED, Stop
@@ -79,6 +79,9 @@ def _failed(error: Exception) -> int:
         streams.tell("hint: this is a bug; MXFP4PREP_DEBUG=1 shows where it happened")
         return EXIT_INTERNAL
     streams.tell(f"error: {known}")
+    for note in getattr(known, "__notes__", ()):
+        if note.startswith(IN):
+            streams.tell(f"in: {note.removeprefix(IN)}")
     if known.hint is not None:
         streams.tell(f"hint: {known.hint}")
     return known.exit_code

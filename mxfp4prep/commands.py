@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from mxfp4prep import options as o
-from mxfp4prep.errors import UsageError, printable
+from mxfp4prep.errors import UsageError, naming, printable
 
 if TYPE_CHECKING:
     from mxfp4prep.auditing import Audit
@@ -213,8 +213,9 @@ def _plan(
     degrees = check_tp(o.parse_numbers("--tp", tp, "a tensor-parallel degree") or CONVERT_TP)
     rules = parse_rules(parallel or ())
     checkpoint, deployment = open_checkpoint(model_dir), Deployment(expert_parallel=ep)
-    found = survey(checkpoint, surveyed_degrees(degrees), rules, deployment)
-    return make_plan(found, degrees, layout.value, keep or (), engine.value)
+    with naming(model_dir):
+        found = survey(checkpoint, surveyed_degrees(degrees), rules, deployment)
+        return make_plan(found, degrees, layout.value, keep or (), engine.value)
 
 
 def _print_plan(voice: Voice, plan: Plan, target: Path, format: o.Format) -> None:

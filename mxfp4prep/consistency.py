@@ -45,9 +45,7 @@ def contradictions(
     if can_rederive(prepared) and gfx != TARGET_GFX:
         yield MANIFEST_NAME, f"target.gfx: found {gfx}, expected {TARGET_GFX}"
     original = _read(prepared, ORIGINAL_CONFIG)
-    if original is None:
-        yield ORIGINAL_CONFIG, "is missing: the source's config.json"
-    else:
+    if original is not None:  # else `misplaced`, or the listing of the directory, has said so
         if hashlib.sha256(original).hexdigest() != source.config_sha256:
             yield ORIGINAL_CONFIG, "is not the config.json that the manifest was made with"
         try:
@@ -60,7 +58,8 @@ def contradictions(
     index = _read(prepared, ORIGINAL_INDEX if ORIGINAL_INDEX in files else INDEX_NAME)
     made = INDEX_NAME in files and files[INDEX_NAME].role == "new_index"
     digest = None if index is None or made else hashlib.sha256(index).hexdigest()
-    if digest != source.index_sha256:
+    lost = index is None and INDEX_NAME in files  # said by the listing of the directory
+    if digest != source.index_sha256 and not lost:
         yield INDEX_NAME, "is not the index that the manifest was made with"
     yield from _index(prepared, shard_of)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mxfp4prep import io
 from mxfp4prep.checkpoint import Checkpoint, hub_origin
-from mxfp4prep.errors import IOFailed, Unsupported
+from mxfp4prep.errors import IOFailed, Unsupported, naming
 from mxfp4prep.findings import Finding
 from mxfp4prep.inventory import Written, nan_findings, write_documents, write_manifest
 from mxfp4prep.leftovers import Leftovers
@@ -74,11 +74,12 @@ def convert(
     checkpoint = plan.survey.checkpoint
     count = worker_count(workers)
     check_output(out, checkpoint.root, overwrite=overwrite)
-    _refuse_reserved_names(checkpoint)
+    with naming(checkpoint.root):
+        _refuse_reserved_names(checkpoint)
     leftovers = Leftovers({shard.shard.name for shard in plan.shards}) if resume else None
     written = Written()
     cancel = Cancel(progress)
-    with staged(out, replace=overwrite, leftovers=leftovers) as stage:
+    with staged(out, replace=overwrite, leftovers=leftovers) as stage, naming(checkpoint.root):
         _check_free_space(stage.parent, plan, checkpoint, leftovers)
         jobs = [
             _shard_job(shard, stage, written, cancel, leftovers)

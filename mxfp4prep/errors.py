@@ -5,6 +5,9 @@ The exit code belongs to the error class, so that the command line only has to p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 
@@ -82,6 +85,26 @@ class UsageError(Mxfp4PrepError):
     """The call's words are off."""
 
     exit_code = 2
+
+
+@contextmanager
+def naming(root: object) -> Iterator[None]:
+    """Failures inside say of which checkpoint: a command line and an engine name several.
+
+    root   its directory or address. What has a place of its own, as a word of the call or a whole
+           path, keeps that.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except Mxfp4PrepError as error:
+        where = error.where
+        named = where == str(root) or where.startswith(f"{root}/") or Path(where).is_absolute()
+        notes = getattr(error, "__notes__", ())
+        if not named and not any(note.startswith(IN) for note in notes):
+            error.add_note(printable(f"{IN}{root}"))
+        raise
 
 
 class InvalidCheckpoint(Mxfp4PrepError):

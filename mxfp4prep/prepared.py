@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mxfp4prep import io
 from mxfp4prep.documents import CONFIG_NAME, JSON_LIMIT, parse_object, read_object
-from mxfp4prep.errors import IN, InvalidCheckpoint, InvalidManifest, Mxfp4PrepError, printable
+from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest, naming
 from mxfp4prep.manifest import (
     FileRecord,
     Manifest,
@@ -30,18 +29,6 @@ from mxfp4prep.marks import (
 
 CONVERT_HINT = "prepare the Quark checkpoint again with `mxfp4prep convert`"
 VERIFY_HINT = "`mxfp4prep verify` lists everything that differs; copy the checkpoint again"
-
-
-@contextmanager
-def naming(root: Path) -> Iterator[None]:
-    """Failures inside say of which checkpoint: an engine holds several, and none was typed."""
-    try:
-        yield
-    except Mxfp4PrepError as error:
-        note = printable(f"{IN}{root}")
-        if printable(str(root)) not in str(error) and note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +52,17 @@ def open_prepared(path: Path) -> PreparedFiles:
     """
     if not path.is_dir():
         what = "is a file, not a directory" if path.exists() else "no such directory"
-        raise InvalidCheckpoint(path, what, expected="a directory that `mxfp4prep convert` wrote")
-    config = _read_config(path)
-    raw = io.read_bytes(path / MANIFEST_NAME, limit=JSON_LIMIT)
-    manifest = parse(raw)
-    _check_names(manifest)
+        raise InvalidCheckpoint(
+            path,
+            what,
+            expected="a directory that `mxfp4prep convert` wrote",
+            hint=f"give the directory: {path.parent}" if path.exists() else "check the path",
+        )
+    with naming(path):
+        config = _read_config(path)
+        raw = io.read_bytes(path / MANIFEST_NAME, limit=JSON_LIMIT)
+        manifest = parse(raw)
+        _check_names(manifest)
     return PreparedFiles(path, manifest, raw, config)
 
 
@@ -119,6 +112,15 @@ def _check_names(manifest: Manifest) -> None:
         if "\0" in name or {"", ".", ".."} & set(parts):
             raise InvalidManifest(
                 MANIFEST_NAME, "a file name", found=repr(name), expected="a path inside"
+            )
+
+
+def require_files(prepared: PreparedFiles, *roles: str) -> None:
+    """Raises InvalidCheckpoint when a file with one of `roles` is not there."""
+    for record in prepared.files(*roles):
+        if not (prepared.root / record.name).exists():
+            raise InvalidCheckpoint(
+                record.name, "the manifest lists it, but it is not there", hint=VERIFY_HINT
             )
 
 

@@ -54,7 +54,7 @@ def verify(
     elif not (quiet and document["ok"]):
         from mxfp4prep.report.outcome_text import verify_text
 
-        voice.print_text(lambda screen: verify_text(document, screen))
+        voice.print_text(lambda screen: verify_text(document, screen, str(prepared)))
     if not document["ok"]:
         raise typer.Exit(o.EXIT_NO)
 
@@ -176,7 +176,7 @@ def selfcheck(
     else:
         from mxfp4prep.report.outcome_text import selfcheck_text
 
-        voice.print_text(lambda screen: selfcheck_text(document, screen))
+        voice.print_text(lambda screen: selfcheck_text(document, screen, str(prepared)))
     if not document["ok"]:
         raise typer.Exit(o.EXIT_NO)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mxfp4prep.consistency import misplaced
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME
-from mxfp4prep.errors import IntegrityError
+from mxfp4prep.errors import IntegrityError, naming
 from mxfp4prep.manifest import FileRecord
 from mxfp4prep.marks import (
     HEADER_SUFFIX,
@@ -21,7 +21,7 @@ from mxfp4prep.marks import (
     SOURCE_DIR,
 )
 from mxfp4prep.plan import TensorPlan
-from mxfp4prep.prepared import PreparedFiles, open_prepared, read_digests
+from mxfp4prep.prepared import PreparedFiles, open_prepared, read_digests, require_files
 from mxfp4prep.rederive import SHAPES, can_rederive, disagreements
 from mxfp4prep.rewrite import copy_file, part_path, rewrite, settle
 from mxfp4prep.safefile import Header
@@ -56,27 +56,28 @@ def restore(
 ) -> RestoreReport:
     """Writes the original checkpoint of the prepared directory `prepared` to `out`.
 
-    Raises IntegrityError when a restored tensor or file has not the source's digest, UnsafeOutput
-    when `out` exists, IOFailed when the disk fails. Nothing is left at `out` then.
+    Raises InvalidCheckpoint when a file is not there, IntegrityError when a restored tensor or file
+    has not the source's digest, UnsafeOutput when `out` exists, IOFailed when the disk fails.
+    Nothing is left at `out` then.
     """
     count = worker_count(workers)
     files = open_prepared(prepared)
     check_output(out, files.root)
-    digests = read_digests(files)
-    for name, what in misplaced({record.name: record for record in files.manifest.files}):
-        raise IntegrityError(name, what, hint="see all that differs with `mxfp4prep verify`")
-    stored = stored_by_file(files.manifest)
-    opened = {
-        record.name: shard_tensors(files, record, stored.get(record.name, {}))
-        for record in files.files("shard")
-    }
-    _refuse_other_shapes(files, opened)
+    with naming(prepared):
+        digests = read_digests(files)
+        opened = _opened(files)
     originals = {
         record.name.removeprefix(f"{SOURCE_DIR}/"): record for record in files.files("original")
     }
     written: list[int] = []
     cancel = Cancel(progress)
-    with staged(out) as stage:
+    with staged(out) as stage, naming(prepared):
+        copying = Cancel(progress)  # first: what is not as it was shows before the long work
+        for record in files.files("side"):
+            written.append(_copy_back(files, record, record.name, stage, copying))
+        for name, record in originals.items():
+            if not name.endswith(HEADER_SUFFIX):
+                written.append(_copy_back(files, record, name, stage, copying))
         shards = sorted(files.files("shard"), key=lambda record: (-record.nbytes, record.name))
         run_jobs(
             [
@@ -86,13 +87,21 @@ def restore(
             count,
             cancel,
         )
-        copying = Cancel(progress)
-        for record in files.files("side"):
-            written.append(_copy_back(files, record, record.name, stage, copying))
-        for name, record in originals.items():
-            if not name.endswith(HEADER_SUFFIX):
-                written.append(_copy_back(files, record, name, stage, copying))
     return RestoreReport(out, len(written), sum(written))
+
+
+def _opened(files: PreparedFiles) -> dict[str, Opened]:
+    """Every shard by name, once all files that a restore reads are known to be there."""
+    for name, what in misplaced({record.name: record for record in files.manifest.files}):
+        raise IntegrityError(name, what, hint="see all that differs with `mxfp4prep verify`")
+    require_files(files, "shard", "side", "original")
+    stored = stored_by_file(files.manifest)
+    opened = {
+        record.name: shard_tensors(files, record, stored.get(record.name, {}))
+        for record in files.files("shard")
+    }
+    _refuse_other_shapes(files, opened)
+    return opened
 
 
 def _refuse_other_shapes(files: PreparedFiles, opened: Mapping[str, Opened]) -> None:
@@ -146,7 +155,7 @@ def _other_file(record: FileRecord, found: str | None) -> IntegrityError:
         "is not the file that was prepared: sha256",
         found=found,
         expected=record.sha256,
-        hint="find out which files are damaged with `mxfp4prep verify`",
+        hint="put the original's file back; all that differs: `mxfp4prep verify`",
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mxfp4prep import io
-from mxfp4prep.consistency import contradictions
+from mxfp4prep.consistency import ORIGINAL_CONFIG, contradictions
 from mxfp4prep.directory import list_files
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, JSON_LIMIT
 from mxfp4prep.errors import InvalidCheckpoint, Mxfp4PrepError, UsageError
@@ -183,6 +183,8 @@ def _check_plan(run: Run) -> None:
     shards = {record.name for record in run.files.files("shard")}
     if not can_rederive(run.files) or run.shards.keys() != shards:
         return
+    if not (run.files.root / ORIGINAL_CONFIG).is_file():
+        return  # said already
     try:
         for place in disagreements(run.files, run.shards):
             run.say(MANIFEST_NAME, place.what, place.name)

@@ -192,7 +192,7 @@ def test_bf16_is_left_out_where_it_does_not_fit(prepared, quick, monkeypatch):
     document = bench_document("x", device_document(), rows)
     validate(document, "bench")
     assert (document["rows"][0]["bf16_us"], document["rows"][0]["bf16_ratio"]) == (None, None)
-    assert "did not fit into memory" in "\n".join(bench_text(document, Screen()))
+    assert "did not fit into memory" in "\n".join(bench_text(document, Screen(), "m"))
 
 
 # --- bfloat16 -----------------------------------------------------------------------------------
@@ -502,7 +502,7 @@ def test_the_document_is_what_the_schema_says():
 
 def test_a_table_of_eighty_columns():
     document = bench_document("model", device_document(), results())
-    text = bench_text(document, Screen(encoding="ascii"))
+    text = bench_text(document, Screen(encoding="ascii"), "model")
     assert text[:7] == [
         "model on cuda:0 (NVIDIA H200, torch 2.11.0)",
         "measured ceilings: 4.15 TB/s copied, 689 TFLOP/s in bf16",
@@ -526,7 +526,7 @@ def test_a_table_of_eighty_columns():
 
 def test_a_table_of_forty_columns():
     document = bench_document("model", device_document(), results()[:3])
-    text = bench_text(document, Screen(columns=40))
+    text = bench_text(document, Screen(columns=40), "m")
     at = text.index("m, backend")
     assert text[at - 2 : at + 7] == [
         "model.layers.0.mlp.down_proj and 47",
@@ -544,7 +544,7 @@ def test_a_table_of_forty_columns():
 @pytest.mark.parametrize("columns", [40, 50, 78, 79, 80, 120])
 def test_the_legend_has_the_heads_of_the_table_and_no_others(columns):
     document = bench_document("model", device_document(), results()[:3])
-    text = bench_text(document, Screen(columns=columns))
+    text = bench_text(document, Screen(columns=columns), "m")
     (head,) = (line for line in text if "spread  " in line and "x bf16  " in line)
     heads = re.sub(r"^(m, backend| *m +backend)", "", head)
     heads = re.split(r" {2,}", heads.strip())
@@ -572,17 +572,17 @@ def test_rows_that_are_not_steady_say_so(columns):
     assert (first["spread_us"], first["fastest_us"], first["waited"]) == (600, 800, None)
     assert document["rows"][1]["waited"] == 0.01
     assert document["rows"][2]["bf16_spread_us"] == 600
-    text = " ".join(" ".join(bench_text(document, Screen(columns=columns))).split())
+    text = " ".join(" ".join(bench_text(document, Screen(columns=columns), "m")).split())
     assert re.findall(r"(?:us,? (?:spread )?)(!?\d+%)", text) == ["!67%", "1%", "!1%"]
     assert "warning: 2 of 3 rows not to be trusted (! before the spread): something" in text
     document = bench_document("model", device_document(), results())
-    assert "warning" not in "\n".join(bench_text(document, Screen(columns=columns)))
+    assert "warning" not in "\n".join(bench_text(document, Screen(columns=columns), "m"))
 
 
 @pytest.mark.parametrize("columns", [24, 40, 59, 60, 80, 120])
 def test_it_fits(columns):
     document = bench_document("model", device_document(), results())
-    lines = bench_text(document, Screen(columns=columns))
+    lines = bench_text(document, Screen(columns=columns), "m")
     assert max(map(displayed, lines)) <= columns
     text = " ".join(lines)
     for cell in ("12.3 us", "2.00x", "25%", "4096"):

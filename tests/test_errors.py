@@ -33,3 +33,28 @@ def test_a_traceback_shows_the_hint():
     error = errors.InvalidCheckpoint("a", "b", found=1, expected=2, hint="c \x1b")
     said = "".join(traceback.format_exception_only(error))
     assert said.endswith("InvalidCheckpoint: a: b: found 1, expected 2\nhint: c \\x1b\n")
+
+
+@pytest.mark.parametrize(
+    ("root", "where", "named"),
+    [
+        ("m", "model.safetensors", True),
+        ("m", "model.layers.0", True),
+        (".", "config.json", True),
+        ("m", "m", False),
+        ("m", "m/config.json", False),
+        ("m", "/other/place.part", False),
+    ],
+)
+def test_an_error_without_its_directory_gets_it(root, where, named):
+    with pytest.raises(errors.InvalidCheckpoint) as caught, errors.naming(root):
+        raise errors.InvalidCheckpoint(where, "is odd")
+    assert getattr(caught.value, "__notes__", []) == (
+        [f"in the checkpoint {root}"] if named else []
+    )
+
+
+def test_an_error_keeps_the_directory_nearest_to_it():
+    with pytest.raises(errors.IOFailed) as caught, errors.naming("far"), errors.naming("near"):
+        raise errors.IOFailed("a", "is odd")
+    assert caught.value.__notes__ == ["in the checkpoint near"]

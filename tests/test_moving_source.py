@@ -105,7 +105,9 @@ def ends_with_6(capsys, out, *words):
     assert cli.main([*map(str, words), "--workers", "1", "--no-progress"]) == 6
     told = capsys.readouterr().err.splitlines()
     told = [line for line in told if not line.startswith(("warning:", "note:"))]
-    assert [line.partition(":")[0] for line in told] == ["error", "hint"]
+    where = [line for line in told[1:-1] if line != f"in: {words[1]}"]
+    assert (where, "in: " not in "".join(told)) == ([], str(words[1]) in told[0])
+    assert [told[0][:7], told[-1][:6]] == ["error: ", "hint: "]
     assert not out.exists()
     left = {p.name for p in out.parent.iterdir()} - {"elsewhere"}
     assert left <= set(beside)

@@ -651,7 +651,7 @@ def test_selfcheck_says_what_is_wrong_and_null_for_nan() -> None:
     validate(document, "selfcheck")
     assert document["ok"] is False
     assert document["rows"][1]["max_abs_error"] is None
-    text = "\n".join(selfcheck_text(document, Screen()))
+    text = "\n".join(selfcheck_text(document, Screen(), "m"))
     assert "m 1: error 0.5 (25.00%), 1.5 ms" in text
     assert "m 16: error not finite, 2 ms, 3 values NaN by the scale bytes, WRONG" in " ".join(
         text.split()
@@ -667,12 +667,14 @@ def test_verify_names_each_problem_and_what_was_not_checked() -> None:
     report = VerifyReport("full", "model", 3, 4, 5000, problems, ("the source",))
     document = payload.verify(report)
     validate(json.loads(payload.dumps(document)), "verify")
-    lines = verify_text(document, Screen(columns=120))
+    lines = verify_text(document, Screen(columns=120), "to/it")
     assert lines == [
         r"error: a.safetensors: w\x1b: bytes: found 1, expected 2",
         "error: f: is missing",
-        "model: full: 3 files, 4 tensors, 5.0 kB read: NOT what was prepared: 2 problems",
-        "hint: copy what is named again from where it is right, or convert the original again",
+        "to/it: full: 3 files, 4 tensors, 5.0 kB read: NOT what was prepared: 2 problems",
+        "hint: copy what is named again from where it is right, or convert the original again; "
+        "a change that you want belongs in",
+        "the original",
         "not checked: the source",
     ]
 

@@ -19,7 +19,7 @@ from mxfp4prep.checkpoint import (
 )
 from mxfp4prep.directory import SKIPPED_DIRS
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME
-from mxfp4prep.errors import InvalidCheckpoint, IOFailed, Unsupported
+from mxfp4prep.errors import InvalidCheckpoint, IOFailed, Unsupported, naming
 from mxfp4prep.hub.address import Address, parse_source
 from mxfp4prep.hub.reading import (
     Progress,
@@ -46,7 +46,10 @@ def open_source(
     IOFailed without network or access, Unsupported without huggingface_hub.
     """
     place = parse_source(source, revision)
-    return open_checkpoint(place) if isinstance(place, Path) else open_address(place, progress)
+    if isinstance(place, Path):
+        return open_checkpoint(place)
+    with naming(place):
+        return open_address(place, progress)
 
 
 def open_address(address: Address, progress: Progress | None = None) -> Checkpoint:

@@ -33,11 +33,11 @@ class Column(NamedTuple):
     cell: Callable[[c.BenchRowDocument], str]
 
 
-def bench_text(report: c.BenchDocument, screen: Screen) -> list[str]:
-    """Lines of a benchmark."""
+def bench_text(report: c.BenchDocument, screen: Screen, given: str) -> list[str]:
+    """Lines of a benchmark; `given` is the directory as the command names it."""
     device = report["device"]
     lines = screen.wrap(
-        f"{screen.name(report['name'])} on {screen.name(device['device'])} "
+        f"{screen.name(given)} on {screen.name(device['device'])} "
         f"({screen.name(device['name'])}, torch {screen.name(device['torch'])})"
     )
     lines += screen.wrap(

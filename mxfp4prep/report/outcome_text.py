@@ -33,11 +33,17 @@ def convert_text(done: c.ConvertDocument, screen: Screen, source: str, out: str)
     return [*lines, "", f"next: mxfp4prep verify {out} --source {source}"]
 
 
-_MENDING = "copy what is named again from where it is right, or convert the original again"
+_MENDING = (
+    "copy what is named again from where it is right, or convert the original again; a change that "
+    "you want belongs in the original"
+)
 
 
-def verify_text(report: c.VerifyDocument, screen: Screen) -> list[str]:
-    """Lines of a verification: every problem, what was not checked, and the verdict."""
+def verify_text(report: c.VerifyDocument, screen: Screen, given: str) -> list[str]:
+    """Lines of a verification: every problem, what was not checked, and the verdict.
+
+    given   the directory as the command names it
+    """
     lines = []
     for problem in report["problems"]:
         parts = [problem["file"], *([problem["tensor"]] if problem["tensor"] else [])]
@@ -45,9 +51,7 @@ def verify_text(report: c.VerifyDocument, screen: Screen) -> list[str]:
         text = f"{screen.paint('error')}: {where}: {screen.name(problem['what'])}"
         lines += screen.wrap(text, rest="  ")
     read = f"{counted(report['files'], 'file')}, {counted(report['tensors'], 'tensor')}"
-    head = (
-        f"{screen.name(report['name'])}: {report['level']}: {read}, {human(report['nbytes'])} read"
-    )
+    head = f"{screen.name(given)}: {report['level']}: {read}, {human(report['nbytes'])} read"
     if report["ok"]:
         verdict = _PROVEN[report["level"]]
     else:
@@ -73,8 +77,11 @@ def restore_text(report: c.RestoreDocument, screen: Screen) -> list[str]:
     return lines
 
 
-def selfcheck_text(report: c.SelfcheckDocument, screen: Screen) -> list[str]:
-    """Lines of a self-check: a row per layer, its error and speed for every m, and the verdict."""
+def selfcheck_text(report: c.SelfcheckDocument, screen: Screen, given: str) -> list[str]:
+    """Lines of a self-check: a row per layer, its error and speed for every m, and the verdict.
+
+    given   the directory as the command names it
+    """
     notes: dict[tuple[str, str, str], list[str]] = {}
     for row in report["rows"]:
         error, relative = row["max_abs_error"], row["max_rel_error"]
@@ -88,6 +95,6 @@ def selfcheck_text(report: c.SelfcheckDocument, screen: Screen) -> list[str]:
     wrong = sum(not row["ok"] for row in report["rows"])
     total = counted(len(report["rows"]), "GEMM")
     verdict = f"{wrong} of {total} WRONG" if wrong else f"{total}, all within rounding of float64"
-    head = screen.wrap(f"{screen.name(report['name'])} on {screen.name(report['device'])}")
+    head = screen.wrap(f"{screen.name(given)} on {screen.name(report['device'])}")
     table = screen.table(("layer", "path", "backend"), rows)
     return [*head, "", *table, "", *screen.wrap(verdict)]

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mxfp4prep import io
-from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest
+from mxfp4prep.errors import InvalidCheckpoint, InvalidManifest, naming
 from mxfp4prep.manifest import (
-    FileRecord,
     LayerRecord,
     Manifest,
 )
@@ -25,13 +24,19 @@ from mxfp4prep.prepared import (
     CONVERT_HINT,
     VERIFY_HINT,
     PreparedFiles,
-    naming,
     open_prepared,
     read_digests,
+    require_files,
 )
 from mxfp4prep.runtime.agreement import Place, check_layer
 from mxfp4prep.runtime.belonging import check_inputs, check_names, check_tensors
 from mxfp4prep.safefile import read_header
+
+CHANGED_HINT = (
+    "put the file of the conversion back (`mxfp4prep verify` lists all that differs); a change "
+    "that you want: tell what loads the model (vLLM: --hf-overrides), or change the original and "
+    "convert again"
+)
 
 SUMS_LIMIT = 1 << 24
 """Bytes: a line is some 100, and no checkpoint has 100,000 files."""
@@ -67,6 +72,7 @@ def checked_for_serving(prepared: PreparedFiles, *, verify: bool) -> Opened:
 
 def _checked(prepared: PreparedFiles, *, verify: bool) -> Opened:
     manifest = prepared.manifest
+    require_files(prepared, "shard")
     places = _read_headers(prepared.root, manifest)
     layers = {record.name: record for record in manifest.layers}
     for record in manifest.layers:
@@ -94,7 +100,7 @@ def _check_config(prepared: PreparedFiles) -> None:
                 "not the one that convert wrote",
                 found=f"sha256 {found.hexdigest()}",
                 expected=record.sha256,
-                hint=VERIFY_HINT,
+                hint=CHANGED_HINT,
             )
 
 
@@ -123,7 +129,6 @@ def _read_headers(root: Path, manifest: Manifest) -> dict[str, Place]:
     for record in manifest.files:
         if record.role != "shard":
             continue
-        _check_file(root, record)
         header = read_header(root / record.name, name=record.name)
         if header.file_nbytes != record.nbytes:
             raise InvalidCheckpoint(
@@ -140,13 +145,6 @@ def _read_headers(root: Path, manifest: Manifest) -> dict[str, Place]:
                 what = f"tensor {entry.name} stands in {other.file} too"
                 raise InvalidCheckpoint(record.name, what, hint=VERIFY_HINT)
     return places
-
-
-def _check_file(root: Path, record: FileRecord) -> None:
-    if not (root / record.name).exists():
-        raise InvalidCheckpoint(
-            record.name, "the manifest lists it, but it is not there", hint=VERIFY_HINT
-        )
 
 
 def _check_accounts(manifest: Manifest, places: Mapping[str, Place]) -> None:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mxfp4prep.errors import LayoutError, Unsupported
+from mxfp4prep.errors import LayoutError, Unsupported, naming
 from mxfp4prep.layouts import Layout
-from mxfp4prep.prepared import naming
 from mxfp4prep.runtime import memory
 from mxfp4prep.runtime.agreement import Place
 from mxfp4prep.runtime.blocks import Block, Checked, Plain, plain_units
