@@ -155,9 +155,9 @@ def convert(
     if dry_run:
         _print_plan(voice, plan, target, format)
         findings = plan.findings
-        if resume:
-            _tell_leftovers(voice, plan, target)
-    else:
+    if not quiet:
+        _tell_leftovers(voice, plan, target, resume)
+    if not dry_run:
         silent = quiet or no_progress
         with (
             voice.notes(),
@@ -184,15 +184,20 @@ def convert(
         voice.tell_findings(findings)
 
 
-def _tell_leftovers(voice: Voice, plan: Plan, target: Path) -> None:
+def _tell_leftovers(voice: Voice, plan: Plan, target: Path, resume: bool) -> None:
+    """What becomes of the shards that earlier runs have finished, before anything does."""
     from mxfp4prep.leftovers import finished
 
     names = [shard.shard.name for shard in plan.shards]
     count = finished(target.resolve(), names)
-    voice.say(
-        f"note: earlier runs have finished {count} of {len(names)} shards: each is compared before "
-        "it is taken over"
-    )
+    if not count and not resume:
+        return
+    fate = "each is compared before it is taken over"
+    if not resume:
+        fate = "without --resume they are removed"
+    elif not count:
+        fate = "nothing is there to go on from"
+    voice.say(f"note: earlier runs have finished {count} of {len(names)} shards: {fate}")
 
 
 def _plan(

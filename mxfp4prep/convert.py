@@ -7,7 +7,8 @@ sha256 per file), so the manifest proves what was written without reading it aga
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +80,11 @@ def convert(
     leftovers = Leftovers({shard.shard.name for shard in plan.shards}) if resume else None
     written = Written()
     cancel = Cancel(progress)
-    with staged(out, replace=overwrite, leftovers=leftovers) as stage, naming(checkpoint.root):
+    with (
+        staged(out, replace=overwrite, leftovers=leftovers) as stage,
+        _telling_of_loss(written, leftovers),
+        naming(checkpoint.root),
+    ):
         _check_free_space(stage.parent, plan, checkpoint, leftovers)
         jobs = [
             _shard_job(shard, stage, written, cancel, leftovers)
@@ -96,6 +101,20 @@ def convert(
     findings = (*plan.findings, *nan_findings(written), *_leftover_findings(leftovers))
     reused = () if leftovers is None else tuple(sorted(leftovers.reused))
     return ConvertResult(out, manifest, findings, reused)
+
+
+@contextmanager
+def _telling_of_loss(written: Written, leftovers: Leftovers | None) -> Iterator[None]:
+    """A failure says that finished shards go with it, where --resume would have kept them."""
+    try:
+        yield
+    except BaseException as error:
+        count = sum(file.role == "shard" for file in written.files.values())
+        if count and leftovers is None:
+            error.add_note(
+                f"not kept: finished shards ({count}); convert --resume keeps them when it fails"
+            )
+        raise
 
 
 def _shard_job(

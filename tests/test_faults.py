@@ -120,7 +120,8 @@ def test_a_failure_with_resume_says_how_to_go_on(world):
         contextlib.redirect_stderr(text_io.StringIO()) as told,
     ):
         assert cli.main([*words, "--resume"]) == 6
-    [note, error, hint] = told.getvalue().splitlines()
+    [nothing, note, error, hint] = told.getvalue().splitlines()
+    assert nothing.endswith(": nothing is there to go on from")
     [kept] = world.left()
     assert note.startswith(f"note: kept for --resume: 2 finished files in {kept};")
     assert "the disk is full" in error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -400,6 +401,49 @@ def test_the_command_tells_what_it_did_not_take_over(case, capsys):
     assert f"warning: {FIRST}: what an earlier run left" in told.err
     assert "taken over" not in told.out
     assert files_of(case.out) == case.whole
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "told"),
+    [
+        ([], [FIRST, SECOND], "2 of 3 shards: without --resume they are removed"),
+        (["--dry-run"], [FIRST, SECOND], "2 of 3 shards: without --resume they are removed"),
+        (["--resume"], [FIRST], "1 of 3 shards: each is compared before it is taken over"),
+        (["--resume"], [], "0 of 3 shards: nothing is there to go on from"),
+        ([], [], None),
+        (["-q"], [FIRST], None),
+    ],
+)
+def test_the_command_tells_first_what_becomes_of_earlier_shards(case, capsys, words, names, told):
+    if names:
+        case.killed(*names)
+    words = ["convert", str(case.source), str(case.out), "--no-progress", *words]
+    assert cli.main(words) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "earlier runs" in line]
+    assert notes == ([f"note: earlier runs have finished {told}"] if told else [])
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_who_fails_without_resume_is_told_what_it_would_have_kept(
+    case, monkeypatch, capsys, resume
+):
+    real = io.create
+
+    def create(path):
+        if path.name.startswith(THIRD):
+            raise io.failed(path, OSError(errno.ENOSPC, "full"))
+        return real(path)
+
+    monkeypatch.setattr(io, "create", create)
+    words = ["convert", str(case.source), str(case.out), "--no-progress", "--workers", "1"]
+    assert cli.main([*words, *(["--resume"] if resume else [])]) == 6
+    notes = [line for line in capsys.readouterr().err.splitlines() if "kept" in line]
+    kept = sum(1 for path in case.base.glob(".out.*/model-*"))
+    assert (kept > 0) is resume
+    assert len(notes) == 1
+    assert re.match(
+        r"note: kept for --resume: \d" if resume else r"note: not kept: .*--resume", notes[0]
+    )
 
 
 def test_a_folder_that_another_run_claims_at_the_same_time_is_its(case, monkeypatch):
