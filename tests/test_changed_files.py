@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import FIXTURES
 from quark_factory import write_checkpoint
 from test_convert import LINEARS, converted, files_of
 
@@ -288,3 +289,13 @@ def test_what_says_its_place_itself_has_no_such_line(
     err = capsys.readouterr().err
     assert err.startswith("error: ")
     assert "\nin: " not in err
+
+
+@pytest.mark.parametrize("verb", ["audit", "convert"])
+def test_an_error_about_a_layer_says_in_which_directory(
+    prepared: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that shows only once the checkpoint is open."""
+    shutil.copytree(FIXTURES / "lookalike-nvfp4", "m")
+    assert cli.main([verb, "m"]) == 4
+    assert capsys.readouterr().err.splitlines()[1] == "in: m"
