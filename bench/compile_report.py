@@ -176,18 +176,23 @@ def prepare(settings: dict[str, str]) -> None:
 def report(targets: list[str], kernels: list[str], jobs: int, every: int = 1) -> list[Compiled]:
     """What is shipped for these targets, compiled by `jobs` processes with a fresh cache.
 
-    every   compiles the first, and each so-manieth after it, of a target's compilations
+    every   compiles the first, and each so-manieth after it, of a kernel's compilations
     """
     work = []
     for target in targets:
         asked = [what for what in shipped(target) if not kernels or what.kernel in kernels]
-        work += [(what, target) for what in asked[::every]]
+        for kernel in dict.fromkeys(what.kernel for what in asked):
+            of_kernel = [what for what in asked if what.kernel == kernel]
+            work += [(what, target) for what in of_kernel[::every]]
     with tempfile.TemporaryDirectory() as cache:
         settings = {
             "TRITON_CACHE_DIR": cache,
             "TRITON_INTERPRET": "0",
             "TRITON_DEFAULT_FP_FUSION": "1",
         }
+        if jobs == 1 and "triton" not in sys.modules:
+            prepare(settings)
+            return [compiled(*one) for one in work]
         with ProcessPoolExecutor(jobs, get_context("spawn"), prepare, (settings,)) as pool:
             return list(pool.map(compiled, *zip(*work, strict=True), chunksize=4))
 
@@ -229,7 +234,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--target", default=",".join(TARGETS))
     parser.add_argument("--kernel", default="")
-    parser.add_argument("--every", type=int, default=1, help="compile each N-th only", metavar="N")
+    parser.add_argument(
+        "--every", type=int, default=1, help="compile each N-th of a kernel only", metavar="N"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()

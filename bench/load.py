@@ -162,7 +162,8 @@ def compared(
 
 
 def bench_cpu(prepared: Path, source: Path | None, runs: int) -> dict[str, Any]:
-    nbytes, threads = stored_nbytes(prepared), crew.thread_count()
+    nbytes = stored_nbytes(prepared)
+    threads = crew.thread_count(nbytes)
     room = torch.zeros(max(path.stat().st_size for path in shards(prepared)), dtype=torch.uint8)
     buffers = dict.fromkeys(shards(prepared), room)  # one after the other into the same memory
     contestants: dict[str, Callable[[], object]] = {
@@ -213,7 +214,7 @@ def bench_cuda(prepared: Path, device: torch.device, runs: int) -> dict[str, Any
     return {
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
-        "threads": crew.thread_count(),
+        "threads": crew.thread_count(stored_nbytes(prepared)),
         "same_bytes": same,
         **compared(seconds, stored_nbytes(prepared), ratios),
     }

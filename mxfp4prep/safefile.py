@@ -263,7 +263,7 @@ def _check_coverage(tensors: Sequence[TensorEntry], data_nbytes: int, file: str)
         position, before = entry.end, entry.name
     found, expected = f"{data_nbytes} bytes of data", str(position)
     if position > data_nbytes:
-        cut = min((e for e in tensors if e.end > data_nbytes), key=itemgetter(4))
+        cut = min((e for e in tensors if e.end > data_nbytes), key=itemgetter(3))
         what = f"truncated from this tensor on: {position - data_nbytes} bytes are missing"
         raise flaw(file, cut.name, what, found, expected, AGAIN)
     if position < data_nbytes:

@@ -284,7 +284,7 @@ def test_experts_on_gpus_that_multiply_mxfp4(
 
 
 @pytest.mark.parametrize(
-    ("pairs", "count", "bm"), [(1, 1, 8), (30, 3, 8), (200, 40, 16), (700, 5, 32), (300, 130, 8)]
+    ("pairs", "count", "bm"), [(1, 1, 8), (30, 3, 8), (200, 40, 16), (300, 5, 32), (90, 60, 8)]
 )
 def test_sorted_pairs(pairs: int, count: int, bm: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "PARTS", 3)
@@ -305,17 +305,17 @@ def test_sorted_pairs(pairs: int, count: int, bm: int, monkeypatch: pytest.Monke
         assert (listed[len(wanted) :] >= pairs).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
-def test_narrow_ids(dtype: torch.dtype) -> None:
+def test_narrow_ids() -> None:
     """Nothing of the range that a narrow type has is taken for an expert: 255 is one, here."""
-    count, pairs = 256, 70
+    count, pairs = 256, 9
     ids = torch.arange(pairs).unsqueeze(1)
     wide = sorted_pairs(ids, count, 8, 1)
-    narrow = sorted_pairs(ids.to(dtype), count, 8, 1)
-    assert torch.equal(narrow.expert, wide.expert)
     used = int((wide.expert >= 0).sum()) * 8
-    assert torch.equal(narrow.rows[:used], wide.rows[:used])
     assert used == pairs * 8
+    for dtype in (torch.uint8, torch.int8, torch.int16):
+        narrow = sorted_pairs(ids.to(dtype), count, 8, 1)
+        assert torch.equal(narrow.expert, wide.expert)
+        assert torch.equal(narrow.rows[:used], wide.rows[:used])
 
 
 @pytest.mark.parametrize("bm", [8, 64])

@@ -327,6 +327,23 @@ def part_of_a_buffer(shape, offset):
     return torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=offset).view(shape)
 
 
+@pytest.mark.parametrize("step", [*range(5, 16), *range(17, 24)])
+def test_words_are_of_no_other_size(step):
+    """Tensors that a word of `step` bytes would fit, and that stand at every alignment."""
+    layout = LAYOUTS["tile32x8"]
+    expected = noise((1, 64, 16))
+    stored = layout.forward(expected)
+    buffer = np.zeros(expected.numel() + 8 * step, dtype=np.uint8)
+    first = -buffer.ctypes.data % step
+    whole = torch.frombuffer(buffer, dtype=torch.uint8, offset=first)
+    for offset in range(0, 5 * step, step):
+        place = whole[offset : offset + expected.numel()]
+        matrix = place.view(expected.shape).copy_(expected)
+        assert torch.equal(layout.forward(matrix), stored)
+        place.view(stored.shape).copy_(stored)
+        assert torch.equal(layout.inverse(place.view(stored.shape), 64, 16), expected)
+
+
 @each_layout
 @pytest.mark.parametrize("place", [part_of_a_tensor, part_of_a_buffer])
 @pytest.mark.parametrize(

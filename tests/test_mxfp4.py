@@ -179,6 +179,22 @@ def test_decoding_in_chunks(monkeypatch):
     assert_same_bits(mxfp4.decode(packed, scale, 80), whole)
 
 
+def test_what_is_decoded_at_a_time_does_not_grow(monkeypatch):
+    sizes = []
+    real = torch.index_select
+
+    def counted(table, dim, index, out):
+        sizes.append(index.numel())
+        return real(table, dim, index, out=out)
+
+    monkeypatch.setattr(torch, "index_select", counted)
+    monkeypatch.setattr(mxfp4, "_CHUNK_BYTES", 100)
+    mxfp4.decode(
+        torch.zeros((7, 40), dtype=torch.uint8), torch.zeros((7, 3), dtype=torch.uint8), 80
+    )
+    assert sizes == [80, 80, 80, 40]
+
+
 @pytest.mark.parametrize(
     ("packed", "scale", "k", "message"),
     [
@@ -275,6 +291,7 @@ def test_nan_marks_its_group_and_no_other(activation):
     x[1, 40] = torch.nan
     packed, scale = mxfp4.quantize(x, activation=activation)
     assert scale.tolist() == [[125, 125], [125, 255]]
+    assert not packed[1, 16:].any()
     values = mxfp4.decode(packed, scale, 64)
     assert values[1, 32:].isnan().all()
     assert torch.equal(values[0], x[0])

@@ -90,7 +90,7 @@ def small_pieces(monkeypatch):
     """So that a layer of some kilobytes is many units of work, for several threads."""
     for module in (reading, transfer):
         monkeypatch.setattr(module, "PIECE_NBYTES", PIECE)
-    monkeypatch.setattr(reading, "thread_count", lambda: THREADS)
+    monkeypatch.setattr(reading, "thread_count", lambda nbytes: THREADS)
 
 
 def lazily(root: Path, **options):
@@ -259,7 +259,7 @@ def test_without_copied_tensors(model):
 
 
 def test_files_are_read_in_their_order(model, monkeypatch):
-    monkeypatch.setattr(reading, "thread_count", lambda: 1)
+    monkeypatch.setattr(reading, "thread_count", lambda nbytes: 1)
     monkeypatch.setattr(reading, "PIECE_NBYTES", PIECE)
     prepared = mxfp4prep.load(model[0])
     seen: list[tuple[str, int]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -37,6 +38,7 @@ from mxfp4prep.safefile import (
 DATA = Path(__file__).parent / "data"
 FILES = sorted(DATA.rglob("*.safetensors"))
 KIB = b"\1" * 1024
+AGAIN = "download the file again"
 LONG = "n" * 65536
 NINES = "9" * 5000
 BEYOND_FLOATS = 2**53 + 1  # what is read as a float becomes 2^53
@@ -198,6 +200,10 @@ def test_sizes_of_dtypes_are_those_of_safetensors(tmp_path: Path, dtype: str, bi
         read(path, wrong)
     with pytest.raises(SafetensorError):
         opened(path)
+
+
+def test_floats_are_those_that_torch_computes_with() -> None:
+    assert {"BF16", "F16", "F32"} == safefile.FLOAT_DTYPES
 
 
 def test_dtypes_are_all_that_safetensors_knows(tmp_path: Path) -> None:
@@ -666,6 +672,45 @@ def test_other_files_are_recognised(tmp_path: Path, case: str, tried: Any) -> No
     tried("H1")
 
 
+REFUSED_BY_LENGTH = [
+    (b"12345", "too short for a safetensors file: found 5 bytes, expected at least 8", AGAIN),
+    (bytes(16), "the header is empty", AGAIN),
+    (
+        struct.pack("<Q", 100_000_001) + b"{" + bytes(64),
+        "the header is larger than the format allows, or this is not safetensors: found 100000001 "
+        "bytes, expected at most 100000000",
+        f"if it is real, split the checkpoint into more files; else {AGAIN}",
+    ),
+    (
+        b"GGUF" + bytes(60),
+        "not safetensors, but GGUF",
+        "use the safetensors checkpoint of this model",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "message", "hint"), REFUSED_BY_LENGTH)
+def test_a_refusal_by_the_first_bytes_is_told_whole(
+    tmp_path: Path, content: bytes, message: str, hint: str
+) -> None:
+    with pytest.raises(InvalidCheckpoint) as caught:
+        read(tmp_path / "f", content)
+    assert str(caught.value) == f"f: {message}"
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("reader", [read_header, safefile.read_raw_header])
+def test_no_file_stays_open(tmp_path: Path, reader: Any) -> None:
+    (tmp_path / "f").write_bytes(small_file())
+    (tmp_path / "bad").write_bytes(b"12345")
+    before = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    for _ in range(3):
+        assert reader(tmp_path / "f")
+        with contextlib.suppress(InvalidCheckpoint):
+            reader(tmp_path / "bad")
+    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before
+
+
 def test_a_header_length_that_begins_like_a_pickle_is_still_a_header(tmp_path: Path) -> None:
     header = "{}" + " " * (0x280 - 2)
     content = file_of(header)
@@ -962,7 +1007,6 @@ def test_a_header_of_many_tensors_is_read_whole_in_little_memory(tmp_path: Path)
 
 # Whole messages
 
-AGAIN = "download the file again"
 MESSAGES: list[tuple[str, int, str, str | None]] = [  # header, bytes of data, message, hint
     (
         only(shape=f"[{2**62},4]"),
@@ -1033,6 +1077,33 @@ MESSAGES: list[tuple[str, int, str, str | None]] = [  # header, bytes of data, m
         "a: data_offsets are wrong: found [0], expected two integers",
         None,
     ),
+    (
+        only(shape="[1]", offsets="[-1,0]"),
+        4,
+        "a: data_offsets are wrong: found [-1, 0], expected integers, 0 <= begin <= end < 2^63",
+        None,
+    ),
+    (
+        only(shape="[1]", offsets=f"[{2**63 - 2},{2**63 - 1}]"),
+        4,
+        f"a: {2**63 - 2} bytes before the tensor belong to none: found begin {2**63 - 2}, "
+        "expected 0",
+        None,
+    ),
+    (
+        '{"__metadata__":{"x":"1","y":"2","x":"1"}}',
+        0,
+        "__metadata__: the key 'x' is there twice",
+        None,
+    ),
+    (
+        f'{{"void":{tensor(shape="[0]", offsets="[8,8]")},"a":{tensor()},'
+        f'"b":{tensor(offsets="[4,8]")}}}',
+        7,
+        "b: truncated from this tensor on: 1 bytes are missing: found 7 bytes of data, expected 8",
+        AGAIN,
+    ),
+    ("{}_", 0, "the header is not valid JSON: Extra data: line 1 column 3 (char 2)", None),
     ("x", 4, "not safetensors: its header begins wrong: found b'x', expected '{'", AGAIN),
     ("", 4, "not safetensors: its header begins wrong: found b'', expected '{'", AGAIN),
 ]

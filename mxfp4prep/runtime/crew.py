@@ -17,9 +17,13 @@ MOST_THREADS = 8
 time, and beyond this they wait for one another."""
 
 
-def thread_count() -> int:
-    """How many threads read at a time: one per core that this process may use, up to a few."""
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+WORTH_A_THREAD = 1 << 20
+"""Bytes that take about as long to read as a thread takes to start and to be waited for."""
+
+
+def thread_count(nbytes: int) -> int:
+    """How many threads read `nbytes`: one per core that this process may use, up to a few."""
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), nbytes // WORTH_A_THREAD))
 
 
 def do_units(units: Iterable[Unit], movers: Sequence[Mover], done: Callable[[int], None]) -> None:

@@ -156,12 +156,13 @@ class Batch:
         """
         units = list(self._units(self._blocks))
         self._blocks = {}
-        total = self._read + sum(unit.nbytes for unit in units)
+        nbytes = sum(unit.nbytes for unit in units)
+        total = self._read + nbytes
         digests = self.reader.opened.digests or {}
         capacity = min(PIECE_NBYTES, max((unit.nbytes for unit in units), default=0))
         movers = [
             Mover(self._files, lane_to(self.device), capacity, digests)
-            for _ in range(max(1, min(thread_count(), len(units))))
+            for _ in range(max(1, min(thread_count(nbytes), len(units))))
         ]
 
         def done(nbytes: int) -> None:
