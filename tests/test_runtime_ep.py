@@ -151,7 +151,8 @@ def test_the_shared_expert_counts_once(tmp_path, fusion, gated, dtype, tp, ep):
         assert prepared.bytes_read == here * 3 * PIECE + 3 * PIECE // share + gate_nbytes
         y = moe(x, weights, ids)
         assert y.dtype == dtype
-        assert (y - experts_oracle(moe, x, weights, ids)).norm() < 0.01 * y.norm()
+        if dtype == torch.float32:
+            assert (y - experts_oracle(moe, x, weights, ids)).norm() < 1e-4 * y.norm()
         total += y.double()
         assert moe(x[:0], weights[:0], ids[:0]).shape == (0, HIDDEN)
     close(total, expected(layers, x, weights, ids, gate), 1e-4 if dtype == torch.float32 else 0.01)

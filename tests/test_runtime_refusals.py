@@ -252,15 +252,15 @@ def others(document: dict, path: tuple) -> list:
 
 def changed(document: dict, path: tuple) -> Iterator[tuple[str, dict]]:
     """(what was done, the manifest after it): the ways in which one field can be wrong."""
-    value = at(document, path)
+    value, text = at(document, path), json.dumps(document)
 
     def put(*values: tuple[tuple, object]) -> dict:
-        copied = copy.deepcopy(document)
+        copied = json.loads(text)  # faster than a deep copy
         for place, new in values:
             at(copied, place[:-1])[place[-1]] = copy.deepcopy(new)
         return copied
 
-    removed = copy.deepcopy(document)
+    removed = json.loads(text)
     del at(removed, path[:-1])[path[-1]]
     yield "removed", removed
     if value is not None:

@@ -128,7 +128,9 @@ def decode_rows(
     code = torch.where(column % 2 == 1, byte >> 4, byte & 15).long()
     magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float64, device=weight.device)
     value = magnitudes[code & 7] * (1 - 2 * (code >> 3))
-    exponent = scale.flatten()[scale_layout.offset(row, column // 32, n, groups)].long()
-    power = torch.ldexp(torch.ones_like(value), exponent - 127)
-    value = value * power.masked_fill(exponent == 255, torch.nan)
+    group = torch.arange(-(-k // 32), device=weight.device)
+    exponent = scale.flatten()[scale_layout.offset(row, group, n, groups)].long()
+    power = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent - 127)
+    power = power.masked_fill(exponent == 255, torch.nan)
+    value = value * power.repeat_interleave(32, dim=1)[:, :k]
     return value.masked_fill(value >= BEYOND, torch.inf).masked_fill(value <= -BEYOND, -torch.inf)
