@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 
 SERVE_PIP := $(SERVE_VENV)/bin/python -m pip --disable-pip-version-check install -q $(PIP_ARGS)
 
-.PHONY: demo test test-serve kernels packages mutants count reliability check-reliability aiter lint format schemas bench coverage clean help
+.PHONY: demo test test-serve kernels memory packages mutants count reliability check-reliability aiter lint format schemas bench coverage clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -26,6 +26,9 @@ test-serve: $(SERVE_VENV)/.serve $(VENV)/.dev ## serve with the real engines: an
 kernels: $(VENV)/.dev  ## compile every shipped kernel for every GPU, about 5 minutes; `make test` takes a sample
 	MXFP4PREP_ALL_KERNELS=1 $(BIN)/python -m pytest -n auto tests/test_kernels_compile.py $(ARGS)
 
+memory: $(VENV)/.dev   ## the memory that 4 GiB with tensors of 512 MiB take; `make test` takes a tenth of it
+	MXFP4PREP_FULL_SIZE=1 $(BIN)/python -m pytest tests/test_memory.py $(ARGS)
+
 # tests/RELIABILITY.md: what the suites tried, counted by the tests themselves.
 reliability: count     ## run the suite and the packaging tests, and write tests/RELIABILITY.md of what they tried
 	$(BIN)/python tests/reliability.py .counts.json
@@ -36,6 +39,7 @@ check-reliability: count ## the same, failing where less was tried than the tabl
 count: $(VENV)/.dev
 	rm -f .counts.json
 	MXFP4PREP_COUNTS=$(CURDIR)/.counts.json $(MAKE) test
+	MXFP4PREP_COUNTS=$(CURDIR)/.counts.json $(MAKE) memory
 	MXFP4PREP_COUNTS=$(CURDIR)/.counts.json $(MAKE) packages
 
 mutants: $(VENV)/.dev  ## every mutant of the modules that must not err, 20 minutes of CPU; ARGS='layouts --jobs 2' to narrow it

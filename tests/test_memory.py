@@ -1,11 +1,13 @@
 """Memory is bounded by a tensor, not by the checkpoint; `audit` needs neither bytes nor torch.
 
-`attacks/memory.py` does the same with 40 GB and tensors of 2 GB.
+With MXFP4PREP_FULL_SIZE (`make memory`) it is 4 GiB with tensors of 512 MiB; `attacks/memory.py`
+does the same with 40 GB and tensors of 2 GB.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,16 +20,18 @@ from processes import environment
 from sparse import linear, write_sparse
 
 MIB = memory.MIB
-LARGEST = 160 * MIB
-STREAMED_NBYTES = 112 * MIB
-"""What moving bytes takes beside what a process has that does nothing: buffers, not tensors."""
+FULL = bool(os.environ.get("MXFP4PREP_FULL_SIZE"))
+NBYTES, LARGEST = (4 << 30, 512 * MIB) if FULL else (400_000_000, 160 * MIB)
+STREAMED_NBYTES = 96 * MIB + LARGEST // 8
+"""What moving bytes takes beside what a process has that does nothing: buffers, and a scale that is
+transposed, a sixteenth of its weight, as it was and as it will be."""
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """400 MB in two shards, a large tensor in each, one for either path."""
+    """Two shards, a large tensor in each, one for either path."""
     root: Path = tmp_path_factory.mktemp("memory") / "m"
-    return memory.write_source(root, 400_000_000, LARGEST, 2)
+    return memory.write_source(root, NBYTES, LARGEST, 2)
 
 
 @pytest.fixture(scope="module")
