@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mxfp4prep.checkpoint import Checkpoint
+from mxfp4prep.checkpoint import AGAIN, Checkpoint
 from mxfp4prep.cost import Cost, Shapes, banks_of, costs, largest_clean, shapes_of
 from mxfp4prep.decisions import Decisions, decide
 from mxfp4prep.deployment import TENSOR_PARALLEL, Deployment
@@ -84,7 +84,7 @@ def run_audit(
     """
     ask = _prepare(engine)  # a wrong word is said before the checkpoint is read
     checkpoint = open_source(source, progress=headers)
-    with naming(Path(source)):
+    with naming(Path(source), AGAIN):
         return _audit(checkpoint, tp, rules, deployment, ask, values, watch)
 
 

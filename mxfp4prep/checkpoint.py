@@ -111,6 +111,13 @@ class Files:
     absent: frozenset[str] = frozenset()
 
 
+AGAIN = (
+    "download the checkpoint again; if it stays so, it is not as this version knows AMD Quark's: "
+    "please report it"
+)
+"""The way out of a fault that has none of its own."""
+
+
 def open_checkpoint(root: Path) -> Checkpoint:
     """The checkpoint in directory `root`, checked for everything headers can tell.
 
@@ -126,7 +133,7 @@ def open_checkpoint(root: Path) -> Checkpoint:
             if root.exists()
             else "for a Hub repository, download it first: hf download ORG/NAME --local-dir DIR",
         )
-    with naming(root):
+    with naming(root, AGAIN):
         return read_checkpoint(local_files(root))
 
 

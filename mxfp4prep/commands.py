@@ -209,7 +209,7 @@ def _plan(
     keep: list[str] | None,
     parallel: list[str] | None,
 ) -> Plan:
-    from mxfp4prep.checkpoint import open_checkpoint
+    from mxfp4prep.checkpoint import AGAIN, open_checkpoint
     from mxfp4prep.deployment import Deployment
     from mxfp4prep.parallel import parse_rules
     from mxfp4prep.plan import make_plan, surveyed_degrees
@@ -218,7 +218,7 @@ def _plan(
     degrees = check_tp(o.parse_numbers("--tp", tp, "a tensor-parallel degree") or CONVERT_TP)
     rules = parse_rules(parallel or ())
     checkpoint, deployment = open_checkpoint(model_dir), Deployment(expert_parallel=ep)
-    with naming(model_dir):
+    with naming(model_dir, AGAIN):
         found = survey(checkpoint, surveyed_degrees(degrees), rules, deployment)
         return make_plan(found, degrees, layout.value, keep or (), engine.value)
 

@@ -66,7 +66,16 @@ class Mxfp4PrepError(Exception):
         text = f"{self.where}: {what}" + (f": {', '.join(facts)}" if facts else "")
         super().__init__(printable(text))
         if self.hint is not None:
-            self.add_note(f"{HINT}{self.hint}")  # a traceback shows it: engines print no other
+            self._note_hint()
+
+    def advise(self, hint: str) -> None:
+        """Gives the way out to an error that has none yet."""
+        if self.hint is None:
+            self.hint = printable(hint)
+            self._note_hint()
+
+    def _note_hint(self) -> None:
+        self.add_note(f"{HINT}{self.hint}")  # a traceback shows it: engines print no other
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Goes from a worker process to its parent as it is, notes included."""
@@ -88,11 +97,12 @@ class UsageError(Mxfp4PrepError):
 
 
 @contextmanager
-def naming(root: object) -> Iterator[None]:
+def naming(root: object, way_out: str | None = None) -> Iterator[None]:
     """Failures inside say of which checkpoint: a command line and an engine name several.
 
-    root   its directory or address. What has a place of its own, as a word of the call or a whole
-           path, keeps that.
+    root      its directory or address. What has a place of its own, as a word of the call or a
+              whole path, keeps that.
+    way_out   the hint of a file's fault that comes without one
     """
     try:
         yield
@@ -104,6 +114,8 @@ def naming(root: object) -> Iterator[None]:
         notes = getattr(error, "__notes__", ())
         if not named and not any(note.startswith(IN) for note in notes):
             error.add_note(printable(f"{IN}{root}"))
+        if way_out is not None and isinstance(error, InvalidCheckpoint | IntegrityError):
+            error.advise(way_out)
         raise
 
 

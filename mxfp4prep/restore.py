@@ -21,7 +21,13 @@ from mxfp4prep.marks import (
     SOURCE_DIR,
 )
 from mxfp4prep.plan import TensorPlan
-from mxfp4prep.prepared import PreparedFiles, open_prepared, read_digests, require_files
+from mxfp4prep.prepared import (
+    VERIFY_HINT,
+    PreparedFiles,
+    open_prepared,
+    read_digests,
+    require_files,
+)
 from mxfp4prep.rederive import SHAPES, can_rederive, disagreements
 from mxfp4prep.rewrite import copy_file, part_path, rewrite, settle
 from mxfp4prep.safefile import Header
@@ -63,7 +69,7 @@ def restore(
     count = worker_count(workers)
     files = open_prepared(prepared)
     check_output(out, files.root)
-    with naming(prepared):
+    with naming(prepared, VERIFY_HINT):
         digests = read_digests(files)
         opened = _opened(files)
     originals = {

@@ -755,7 +755,7 @@ def test_verify_names_the_damaged_tensor(run: Any, prepared: Path) -> None:
     assert len([tensor for _, tensor in named if tensor is not None]) == 1
     text = run("verify", prepared)
     assert text.out.startswith("error: model-00001-of-00002.safetensors: ")
-    assert "NOT what was prepared: 2 problems" in text.out
+    assert "NOT what was prepared: 2 problems" in " ".join(text.out.split())
 
 
 def test_verify_levels(run: Any, model: Path, prepared: Path) -> None:

@@ -58,3 +58,21 @@ def test_an_error_keeps_the_directory_nearest_to_it():
     with pytest.raises(errors.IOFailed) as caught, errors.naming("far"), errors.naming("near"):
         raise errors.IOFailed("a", "is odd")
     assert caught.value.__notes__ == ["in the checkpoint near"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "hint"),
+    [
+        (errors.InvalidManifest, None, "general"),
+        (errors.IntegrityError, None, "general"),
+        (errors.InvalidCheckpoint, "its own", "its own"),
+        (errors.Unsupported, None, None),  # the file is as it should be
+        (errors.UsageError, None, None),
+    ],
+)
+def test_a_fault_of_a_file_has_a_way_out(kind, own, hint):
+    with pytest.raises(kind) as caught, errors.naming("m", "general"):
+        raise kind("a", "is odd", hint=own)
+    assert caught.value.hint == hint
+    hints = [note for note in getattr(caught.value, "__notes__", ()) if note.startswith("hint: ")]
+    assert hints == ([] if hint is None else [f"hint: {hint}"])

@@ -325,6 +325,23 @@ def test_a_manifest_with_a_wrong_field(case, field):
         assert set(loads) == allowed, "the list of what may differ is longer than it need be"
 
 
+@pytest.mark.parametrize("field", ["layers.gate_up", "layers.kind", "layers.experts"])
+def test_a_manifest_of_another_version_is_refused_with_a_way_out(case, field):
+    """What no decision made again can find, assembling the layers does."""
+    document = case.document | {"tool_version": "0.0.1"}
+    refused = 0
+    for path in paths(document):
+        for _, wrong in changed(document, path) if field_of(path) == field else ():
+            case.write(wrong)
+            try:
+                held(case.root)
+            except Mxfp4PrepError as error:
+                refused += 1
+                assert_whole(error)
+    case.write(case.document)
+    assert refused or not any(layer["kind"] == "expert" for layer in document["layers"])
+
+
 def assert_whole(error: Mxfp4PrepError) -> None:
     """One line that begins with the place, says what is wrong, and a way out beside it."""
     text = str(error)

@@ -60,13 +60,13 @@ def open_for_serving(path: Path, *, verify: bool) -> Opened:
 
     Raises InvalidManifest, InvalidCheckpoint or Unsupported for whatever does not agree.
     """
-    with naming(path):
+    with naming(path, VERIFY_HINT):
         return checked_for_serving(open_prepared(path), verify=verify)
 
 
 def checked_for_serving(prepared: PreparedFiles, *, verify: bool) -> Opened:
     """`open_for_serving` of a checkpoint whose manifest and config have been read already."""
-    with naming(prepared.root):
+    with naming(prepared.root, VERIFY_HINT):
         return _checked(prepared, verify=verify)
 
 

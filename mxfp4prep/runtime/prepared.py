@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from torch import nn
 
-from mxfp4prep.errors import UsageError
+from mxfp4prep.errors import UsageError, naming
 from mxfp4prep.manifest import Manifest
+from mxfp4prep.prepared import VERIFY_HINT
 from mxfp4prep.runtime.asked import Asked
 from mxfp4prep.runtime.assembling import Assembler
 from mxfp4prep.runtime.catalogue import Catalogue
@@ -305,7 +306,7 @@ class Prepared(Mapping[str, PreparedLinear]):
         kept   whether it may use bytes of what is kept
         """
         target = self._device if device is None else device
-        with Batch(self._reader, target) as batch:
+        with naming(self._opened.root, VERIFY_HINT), Batch(self._reader, target) as batch:
             yield Assembler(
                 batch, self._cutter, target, self._backend, self._kept if kept else None
             )
