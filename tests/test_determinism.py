@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ ROUNDS = 3
 """Of every number of workers, in each process: 27 conversions."""
 
 
+TURKISH = Path("/usr/share/i18n/locales/tr_TR").exists() and bool(shutil.which("localedef"))
+"""Whether that locale can be made here (Debian: the package locales); else it is the C locale."""
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What one process of each environment made of the same checkpoint."""
     work: Path = tmp_path_factory.mktemp("determinism")
-    return determinism.outside(determinism.write_source(work / "model"), work, ROUNDS)
+    locales = determinism.compile_locales(work / "locales") if TURKISH else None
+    return determinism.outside(determinism.write_source(work / "model"), work, ROUNDS, locales)
 
 
 def test_the_combinations_differ_in_everything() -> None:
@@ -32,6 +38,8 @@ def test_one_digest_a_file_and_modes_as_the_umask_has_them(
     said: list[dict[str, Any]], tried: Callable[..., None]
 ) -> None:
     assert [line for process in said for line in process["wrong"]] == []
+    if TURKISH:
+        assert "tr_TR" in said[2]["locale"]
     names = set(said[0]["files"])
     assert {
         "mxfp4prep.json",

@@ -65,7 +65,12 @@ def gather(prefix: str, records: Iterable[LayerRecord], parts: Mapping[str, str]
         part = parts[record.name]
         if part not in ("gate", "up", "gate_up", "down"):
             what = "its name does not say which part of an expert it is"
-            raise Unsupported(record.name, what, found=part or None)
+            raise Unsupported(
+                record.name,
+                what,
+                found=part or None,
+                hint=f"load it alone: prepared[{record.name!r}]",
+            )
         _, index = _split(record.name)
         members = found.setdefault(part, {})
         for position in range(record.experts or 1):

@@ -101,7 +101,12 @@ def shared_parts(
         part = parts[record.name]
         if part not in ("gate", "up", "gate_up", "down"):
             what = "its name does not say which part of a shared expert it is"
-            raise Unsupported(record.name, what, found=part or None)
+            raise Unsupported(
+                record.name,
+                what,
+                found=part or None,
+                hint=f"load it alone: prepared[{record.name!r}]",
+            )
         if part in found or record.experts is not None:
             raise InvalidCheckpoint(record.name, f"{name} has more than one {part} matrix")
         found[part] = record
