@@ -16,7 +16,7 @@ demo: $(VENV)/.base    ## make a tiny Quark checkpoint and run every command on 
 	$(BIN)/mxfp4prep demo
 
 test: $(VENV)/.dev     ## run the whole test suite
-	MXFP4PREP_AITER_SITE=$(wildcard $(CURDIR)/.aiter-site) $(BIN)/python -m pytest -n auto $(ARGS)
+	MXFP4PREP_AITER_SITE=$(wildcard $(CURDIR)/.aiter-site) $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 # With MXFP4PREP_ENGINES an engine that is not installed fails its tests; without, they are skipped.
 test-serve: $(SERVE_VENV)/.serve $(VENV)/.dev ## serve with the real engines: another environment, 4 GB, about half an hour
