@@ -70,7 +70,7 @@ def run_jobs(jobs: Iterable[Callable[[], None]], workers: int, cancel: Cancel) -
         try:
             failures: list[BaseException] = []
             with enough_threads("--workers"):
-                futures = [pool.submit(_noting, job, failures) for job in jobs]
+                futures = [pool.submit(_noting, job, failures, cancel) for job in jobs]
             wait(futures, return_when=FIRST_EXCEPTION)
             if failures:
                 raise failures[0]
@@ -94,14 +94,17 @@ def enough_threads(where: object) -> Iterator[None]:
         ) from error
 
 
-def _noting(job: Callable[[], None], failures: list[BaseException]) -> None:
-    """Runs a job; what it fails with is noted in the order of failing."""
+def _noting(job: Callable[[], None], failures: list[BaseException], cancel: Cancel) -> None:
+    """Runs a job, unless one has failed; what it fails with is noted in the order of failing."""
+    if failures:
+        raise Cancelled
     try:
         job()
     except Cancelled:
         raise
     except BaseException as error:
         failures.append(error)
+        cancel.set()  # here: before the thread that waits is awake, others may do whole jobs
         raise
 
 
