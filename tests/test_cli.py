@@ -712,6 +712,9 @@ def test_a_dry_run_refuses_what_convert_would(run: Any, model: Path, tmp_path: P
     (tmp_path / "out").mkdir()
     assert run("convert", model, tmp_path / "out", "--dry-run").code == 5
     assert run("convert", model, tmp_path / "new", "--dry-run", "--layout", "asm").code == 4
+    (model / "x.mxfp4prep.part").write_text("x")
+    assert run("convert", model, tmp_path / "new", "--dry-run").code == 4
+    (model / "x.mxfp4prep.part").unlink()
     text = run("convert", model, tmp_path / "new", "--dry-run", "--layout", "triton")
     assert text.code == 0
     assert "forced" in text.out
