@@ -538,6 +538,26 @@ class TestOutputSafety:
         with pytest.raises(Unsupported, match="found 241 bytes, expected at most 240"):
             converted(small, tmp_path / "out")
 
+    @pytest.mark.parametrize(
+        "place", [b"m\xff", b"models--o\xff--n/snapshots/c\xff", b"models--o--n/snapshots/\xff"]
+    )
+    def test_a_source_whose_path_is_not_utf8_gives_an_output_that_can_be_read(
+        self, tmp_path, place
+    ):
+        root = write_checkpoint(tmp_path / os.fsdecode(place), LINEARS)
+        out = converted(root, tmp_path / "out").out
+        assert verify(out, "deep", root).problems == ()
+        source = m.parse((out / "mxfp4prep.json").read_bytes()).source
+        assert "\\udcff" in f"{source.name} {source.repo} {source.commit}"
+
+    def test_a_finding_about_half_a_character_can_be_read_again(self, tmp_path):
+        config = model_config(quant_config(layer_type_quant_config={"\ud800": {}}))
+        root = write_checkpoint(tmp_path / "m", LINEARS, config=config)
+        out = converted(root, tmp_path / "out").out
+        assert verify(out, "deep", root).problems == ()
+        found = m.parse((out / "mxfp4prep.json").read_bytes()).findings
+        assert any("\\ud800" in f"{finding.where} {finding.message}" for finding in found)
+
     def test_a_disk_that_takes_two_names_for_one_loses_no_file(self, tmp_path):
         record = write_file(tmp_path, "a", b"1", "side")
         (tmp_path / "A").symlink_to("a")  # stands for such a disk
