@@ -145,13 +145,15 @@ def convert(
         raise UsageError("--output", "OUT is given twice", found=f"{out} and {output}")
     plan = _plan(model_dir, tp, ep, engine, layout, keep, parallel)
 
+    from mxfp4prep.convert import check_names, default_output
     from mxfp4prep.convert import convert as carry_out
-    from mxfp4prep.convert import default_output
     from mxfp4prep.report import payload
     from mxfp4prep.staging import check_output
 
     target = out or output or default_output(model_dir)
     check_output(target, plan.survey.checkpoint.root, overwrite=overwrite)
+    with naming(model_dir):
+        check_names(plan.survey.checkpoint)
     if dry_run:
         _print_plan(voice, plan, target, format)
         findings = plan.findings

@@ -21,8 +21,10 @@ from mxfp4prep.inventory import TARGET_GFX, prepared_config
 from mxfp4prep.manifest import FileRecord
 from mxfp4prep.marks import (
     DIGESTS_NAME,
+    HEADER_SUFFIX,
     MANIFEST_NAME,
     SOURCE_DIR,
+    SUMS_NAME,
 )
 from mxfp4prep.prepared import PreparedFiles
 from mxfp4prep.rederive import can_rederive
@@ -67,7 +69,16 @@ def contradictions(
 def misplaced(files: Mapping[str, FileRecord]) -> Iterator[tuple[str, str]]:
     """Files whose role in the manifest is not the one that their name gives them."""
     shards = {name for name, record in files.items() if record.role == "shard"}
+    originals = {ORIGINAL_CONFIG, ORIGINAL_INDEX, f"{SOURCE_DIR}/{SUMS_NAME}"}
+    originals |= {
+        f"{SOURCE_DIR}/{name}{HEADER_SUFFIX}"
+        for name, record in files.items()
+        if record.source_header == "stored"
+    }
     for name, record in files.items():
+        if name.startswith(f"{SOURCE_DIR}/") and name not in originals:
+            yield name, "is not the original of a file that a conversion changes"
+            continue
         if name.startswith(f"{SOURCE_DIR}/"):
             roles = {"original"}
         elif name == CONFIG_NAME:

@@ -7,6 +7,7 @@ sha256 per file), so the manifest proves what was written without reading it aga
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +15,15 @@ from pathlib import Path
 
 from mxfp4prep import io
 from mxfp4prep.checkpoint import Checkpoint, hub_origin
+from mxfp4prep.documents import INDEX_NAME
 from mxfp4prep.errors import IOFailed, Unsupported, naming
 from mxfp4prep.findings import Finding
 from mxfp4prep.inventory import Written, nan_findings, write_documents, write_manifest
 from mxfp4prep.leftovers import Leftovers
 from mxfp4prep.manifest import Manifest
-from mxfp4prep.marks import DIGESTS_NAME, SOURCE_DIR, SUMS_NAME
+from mxfp4prep.marks import DIGESTS_NAME, MANIFEST_NAME, SOURCE_DIR, SUMS_NAME
 from mxfp4prep.plan import Plan, ShardPlan
-from mxfp4prep.rewrite import TensorDigests, copy_file, part_path, record, rewrite, settle
+from mxfp4prep.rewrite import PART, TensorDigests, copy_file, part_path, record, rewrite, settle
 from mxfp4prep.safefile import Header, encode_header, read_header
 from mxfp4prep.sink import Different
 from mxfp4prep.staging import check_output, staged
@@ -29,6 +31,15 @@ from mxfp4prep.workers import Cancel, Progress, run_jobs, worker_count
 
 SPARE_NBYTES = 64 << 20
 """Room that must be left on the disk beyond the copy itself."""
+
+NAME_NBYTES = 255
+"""Bytes of the longest name in a folder on Linux (NAME_MAX, limits.h)."""
+
+_OUR_FOLDERS = frozenset({SOURCE_DIR, DIGESTS_NAME})
+"""What no file of the source may be called, nor the topmost folder that it is in."""
+
+_OUR_FILES = frozenset({MANIFEST_NAME, SUMS_NAME, INDEX_NAME})
+"""What the output has as a file, so that no folder of the source may be called so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +81,14 @@ def convert(
                was compared with what this plan would write; and keep finished shards, should this
                run fail
 
-    Raises UnsafeOutput before anything is written, IOFailed when the disk or the source fails.
+    Raises UnsafeOutput, or Unsupported for names of files (see `check_names`), before anything is
+    written, IOFailed when the disk or the source fails.
     """
     checkpoint = plan.survey.checkpoint
     count = worker_count(workers)
     check_output(out, checkpoint.root, overwrite=overwrite)
     with naming(checkpoint.root):
-        _refuse_reserved_names(checkpoint)
+        check_names(checkpoint)
     leftovers = Leftovers({shard.shard.name for shard in plan.shards}) if resume else None
     written = Written()
     cancel = Cancel(progress)
@@ -207,15 +219,30 @@ def _header_spelling(header: Header) -> str:
     return "same" if header.metadata is not None else "no_metadata"
 
 
-def _refuse_reserved_names(checkpoint: Checkpoint) -> None:
-    """The output needs a few names of its own; a source that uses them cannot be undone."""
+def check_names(checkpoint: Checkpoint) -> None:
+    """Nothing; raises Unsupported for a file that an output could not hold, or not give back.
+
+    The output needs a few names of its own, and each file a longer one until it is whole.
+    """
+    most = NAME_NBYTES - len(PART)
     names = [*checkpoint.side_files, *(shard.name for shard in checkpoint.shards)]
     for name in names:
-        if name == DIGESTS_NAME or name.partition("/")[0] == SOURCE_DIR:
+        folder, inside, _ = name.partition("/")
+        reserved = _OUR_FOLDERS if not inside else _OUR_FOLDERS | _OUR_FILES
+        if folder in reserved or any(part.endswith(PART) for part in name.split("/")):
             raise Unsupported(
                 name,
                 "the prepared checkpoint needs this name for itself",
                 hint="move it out of the source directory",
+            )
+        longest = max(len(os.fsencode(part)) for part in name.split("/"))
+        if longest > most:
+            raise Unsupported(
+                name,
+                "the name is too long",
+                found=f"{longest} bytes",
+                expected=f"at most {most}: it is longer while it is being written",
+                hint="rename it, or move it out of the source directory",
             )
 
 

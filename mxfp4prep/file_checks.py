@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from mxfp4prep import io
 from mxfp4prep.consistency import damaged_entries
+from mxfp4prep.directory import is_utf8
 from mxfp4prep.errors import Mxfp4PrepError, printable
 from mxfp4prep.manifest import FileRecord, Manifest
 from mxfp4prep.marks import (
@@ -162,6 +163,7 @@ def _sha256(run: Run, path: Path, name: str) -> str:
             digest.update(view)
             run.nbytes += len(view)
             run.cancel.done(len(view))
+        io.require_end(fd, size, name)
     finally:
         io.close(fd, name)
     return digest.hexdigest()
@@ -212,9 +214,14 @@ def _check_shard(run: Run, record: FileRecord) -> None:
 
 def _ask_safetensors(run: Run, record: FileRecord, tensors: list[TensorPlan]) -> None:
     """A second reader, the one that everybody uses, finds the same tensors in the file."""
+    path = run.files.root / record.name
     try:
-        with safe_open(run.files.root / record.name, framework="pt") as opened:
-            found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        with io.reading(path, record.name) as fd:
+            # safetensors takes no path that is not UTF-8, though Linux has such folders
+            readable = path if is_utf8(str(path)) else f"/proc/self/fd/{fd}"
+            with safe_open(readable, framework="pt") as opened:
+                names = opened.keys()
+                found = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
     except SafetensorError as error:
         run.say(record.name, f"safetensors cannot read it: {error}")
         return

@@ -21,6 +21,7 @@ from mxfp4prep.manifest import (
     SourceRecord,
     TargetRecord,
     dump,
+    utf8,
 )
 from mxfp4prep.marks import (
     DIGEST_ALGORITHM,
@@ -119,9 +120,9 @@ def write_manifest(plan: Plan, stage: Path, written: Written) -> Manifest:
         schema_version=1,
         tool_version=__version__,
         source=SourceRecord(
-            name=checkpoint.name,
-            repo=repo,
-            commit=commit,
+            name=utf8(checkpoint.name),
+            repo=None if repo is None else utf8(repo),
+            commit=None if commit is None else utf8(commit),
             config_sha256=_sha256(checkpoint.config_bytes),
             index_sha256=None if index is None else _sha256(index),
         ),

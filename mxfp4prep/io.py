@@ -40,8 +40,12 @@ _FAILURES: dict[int, tuple[str, str | None]] = {  # errno -> what is wrong, the 
     errno.EEXIST: ("it exists already", _EXISTS_HINT),
     errno.ENOTEMPTY: ("the folder is not empty", _EXISTS_HINT),
     errno.ELOOP: ("the symbolic links of this path run in a circle", "check the links"),
-    errno.ENAMETOOLONG: ("the name is too long for the filesystem", None),
-    errno.EXDEV: ("the two places are on different filesystems", None),
+    errno.ENAMETOOLONG: ("the name is too long for the filesystem", "choose a shorter one"),
+    errno.EXDEV: (  # an overlay says so of a folder that came with the image
+        "the two places are on different filesystems or layers of a container",
+        "choose another output",
+    ),
+    errno.EBUSY: ("the system is using it, as a mount point perhaps", "choose another output"),
     errno.EMFILE: ("too many open files", "use fewer workers, or raise the limit (ulimit -n)"),
     errno.ENFILE: ("the system has too many open files", "close other programs and try again"),
     errno.EIO: ("the disk reported an input/output error", "check the disk and the system log"),
@@ -176,6 +180,21 @@ def is_folder(path: Path) -> bool:
             return False
 
 
+def identity(path: Path, where: object | None = None) -> tuple[int, int] | None:
+    """Device and number of what `path` leads to, the same under every name that it has.
+
+    None where nothing is.
+
+    where   what an error speaks of, if not `path`
+    """
+    with _failing_as(path if where is None else where):
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_dev, found.st_ino
+
+
 def status(path: Path) -> os.stat_result:
     """What the system knows of the file, folder or link at `path` itself."""
     with _failing_as(path):
@@ -216,6 +235,22 @@ def pread_into(fd: int, view: memoryview, offset: int, where: object) -> None:
             done += count
 
 
+def require_end(fd: int, offset: int, where: object) -> None:
+    """Raises IOFailed unless the file ends at `offset`, its size.
+
+    Files of /proc, and some of network filesystems, say 0 bytes and hold more.
+    """
+    with _failing_as(where):
+        if os.pread(fd, 1, offset):
+            raise IOFailed(
+                where,
+                "the file holds more than its size says",
+                found=f"a byte after the first {offset}",
+                expected="its end",
+                hint="put a plain copy of it in its place",
+            )
+
+
 def read_bytes(path: Path, limit: int | None = None) -> bytes:
     """The whole content of a regular file.
 
@@ -233,6 +268,7 @@ def read_bytes(path: Path, limit: int | None = None) -> bytes:
         pread_into(fd, memoryview(content), 0, path)
         if file_size(fd, path) != nbytes:
             raise IOFailed(path, "the file changed its size while being read", hint="try again")
+        require_end(fd, nbytes, path)
     finally:
         close(fd, path)
     return bytes(content)

@@ -19,6 +19,9 @@ from mxfp4prep import io
 from mxfp4prep.errors import IOFailed, UnsafeOutput
 
 _OWNER = re.compile(r"(old-|left[0-9]+-)?([0-9a-f]{8})-(\d+)-(\d+)")
+_MACHINE_ID = Path("/etc/machine-id")
+"""Stays as it is when the machine is started again, machine-id(5)."""
+
 _RELEASED = 0
 """In place of a start time: the run has given the folder up, whether its process lives or not."""
 
@@ -103,10 +106,15 @@ def _prefix(out: Path) -> str:
 
 
 def _host() -> str:
-    """Eight hex digits for this machine and process namespace: others' folders are never swept."""
+    """Eight hex digits for this machine and process namespace: others' folders are never swept.
+
+    Names alone will not do: many machines are called localhost, and some of them share a disk.
+    """
     name = os.uname().nodename
     with suppress(OSError):
         name += str(Path("/proc/self/ns/pid").readlink())
+    with suppress(OSError):
+        name += _MACHINE_ID.read_bytes().hex()
     return hashlib.sha256(name.encode()).hexdigest()[:8]
 
 

@@ -234,7 +234,8 @@ def parse(raw: bytes, where: str = MANIFEST_NAME) -> Manifest:
     """
     try:
         check_size(raw, where)
-        document = json.loads(raw, object_pairs_hook=_unique)
+        # decoded here: json takes UTF-16 as well, and half characters that no UTF-8 has
+        document = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except InvalidCheckpoint as error:
         raise InvalidManifest(
             where, error.what, found=error.found, expected=error.expected, hint=_AGAIN
@@ -316,6 +317,14 @@ def _valid(model: type[_T], value: object, where: str, prefix: str = "") -> _T:
             found=None if first["type"] == "missing" else repr(first["input"]),
             hint=_AGAIN,
         ) from None
+
+
+def utf8(text: str) -> str:
+    """`text` as a manifest can hold it: a lone surrogate is spelled out, as \\udcff.
+
+    Such stand in names of folders that are not UTF-8, and in what a config.json escapes.
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _refuse_surrogates(document: dict[str, Any], where: str) -> None:

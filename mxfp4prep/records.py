@@ -13,6 +13,7 @@ from mxfp4prep.manifest import (
     LayerRecord,
     LayoutId,
     StoredTensor,
+    utf8,
 )
 from mxfp4prep.plan import LayerPlan, Plan, TensorPlan
 
@@ -102,6 +103,8 @@ def copied_records(plan: Plan) -> list[CopiedTensor]:
 def finding_records(findings: Iterable[Finding]) -> list[FindingRecord]:
     """Findings as the manifest keeps them."""
     return [
-        FindingRecord(code=f.code, severity=f.severity, where=f.where, message=f.message)
+        FindingRecord(
+            code=f.code, severity=f.severity, where=utf8(f.where), message=utf8(f.message)
+        )
         for f in findings
     ]

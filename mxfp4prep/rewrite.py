@@ -13,6 +13,7 @@ from pathlib import Path
 import xxhash
 
 from mxfp4prep import io
+from mxfp4prep.errors import IOFailed
 from mxfp4prep.manifest import FileRecord
 from mxfp4prep.plan import TensorPlan
 from mxfp4prep.sink import Different, FileSink
@@ -20,7 +21,8 @@ from mxfp4prep.stream import PIECE_NBYTES, Piece, Scratch, TakeBuffer, move
 from mxfp4prep.workers import Cancel
 
 PART = ".mxfp4prep.part"
-"""What an unfinished file's name ends in: no loader takes it, and no checkpoint has such files."""
+"""What an unfinished file's name ends in: no loader takes it, and no source that has such a file is
+converted."""
 
 NAN_SCALE = 255
 """The E8M0 byte that means NaN (OCP MX v1.0, section 5.4.1)."""
@@ -154,12 +156,23 @@ def copy_file(source: Path, stage: Path, name: str, role: str, cancel: Cancel) -
                 cancel.done(count)
             nbytes, sha256 = sink.finish()
         io.require_unchanged(fd, source, before, name)
+        io.require_end(fd, size, name)
     settle(stage, name)
     return record(name, nbytes, sha256, role)
 
 
 def settle(stage: Path, name: str) -> None:
-    """Gives a finished `.part` file its own name."""
+    """Gives a finished `.part` file its own name.
+
+    Raises IOFailed where a file has that name already, which a disk that takes a and A for one
+    says of two that the source can tell apart.
+    """
+    if io.exists(stage / name):
+        raise IOFailed(
+            name,
+            "another file of this checkpoint has this name already, for the disk of the output",
+            hint="choose an output on a disk that tells such names apart",
+        )
     io.rename(stage / f"{name}{PART}", stage / name)
 
 

@@ -28,7 +28,9 @@ def check_output(out: Path, source: Path, *, overwrite: bool | None = None) -> N
     if io.exists(out) and stat.S_ISLNK(io.status(out).st_mode):
         raise UnsafeOutput(out, "is a link", hint="give the real path")
     inside, around = real_path(out), real_path(source)
-    if inside == around or around in inside.parents:
+    # by number, too: a bind mount, or a disk that takes a and A for one, has several paths to it
+    there = {io.identity(path, out) for path in (inside, *inside.parents)}
+    if inside == around or around in inside.parents or io.identity(around) in there - {None}:
         raise UnsafeOutput(out, f"lies in the source {source}", hint="choose a place beside it")
     if inside in around.parents:
         raise UnsafeOutput(out, f"contains the source {source}", hint="choose a place beside it")

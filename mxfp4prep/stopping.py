@@ -70,11 +70,20 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
         self.asked = True
+        for each in self._before:
+            signal.signal(each, _take)
+        # Python calls this for signals that came together one by one, and prints a traceback for
+        # those whose handler is gone by then: raising one makes it take them all now
+        signal.raise_signal(number)
         for each in self._before:
             signal.signal(each, signal.SIG_DFL)
         raise KeyboardInterrupt
+
+
+def _take(_number: int, _frame: FrameType | None) -> None:
+    """The handler of signals that came together with the first one."""
 
 
 def _is_free(number: int) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from mxfp4prep import io
 from mxfp4prep.consistency import ORIGINAL_CONFIG, contradictions
 from mxfp4prep.directory import list_files
-from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, JSON_LIMIT
+from mxfp4prep.documents import JSON_LIMIT
 from mxfp4prep.errors import InvalidCheckpoint, Mxfp4PrepError, UsageError
 from mxfp4prep.file_checks import (
     Level,
@@ -196,9 +196,8 @@ def _check_source_listing(run: Run) -> None:
     """Deep: the source has no file that the prepared checkpoint does not account for."""
     if run.level != "deep" or run.source is None:
         return
-    known = {CONFIG_NAME, INDEX_NAME}
-    known |= {record.name for record in run.files.files("side", "shard")}
-    known |= {source_name(record) or "" for record in run.files.files("original")}
+    known = {record.name for record in run.files.files("shard")}
+    known |= {source_name(record) or "" for record in run.files.manifest.files}
     for name in list_files(run.source):
         if name not in known:
             run.say(name, "stands in the source but was not there when it was prepared")

@@ -390,6 +390,34 @@ def test_signals_clean_up_and_exit_130(model: Path, tmp_path: Path, number: int)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_signals_that_come_together_are_one() -> None:
+    """Held back by a mask, all of them are there when the first one is taken."""
+    code = """if True:
+    import os, signal, sys
+    from mxfp4prep.stopping import Stop
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    with Stop() as stop:
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+            for number in numbers:
+                os.kill(os.getpid(), number)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        except KeyboardInterrupt:
+            os.write(1, b"cleaned up")
+        assert stop.asked
+        assert {signal.getsignal(number) for number in numbers} == {signal.SIG_DFL}
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        env=environment(),
+        preexec_fn=default_signals,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"cleaned up", b"")
+
+
 def test_an_ignored_hangup_stays_ignored(model: Path, tmp_path: Path) -> None:
     words = ["convert", str(model), str(tmp_path / "out"), "-q"]
     script = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SLOW
@@ -684,6 +712,9 @@ def test_a_dry_run_refuses_what_convert_would(run: Any, model: Path, tmp_path: P
     (tmp_path / "out").mkdir()
     assert run("convert", model, tmp_path / "out", "--dry-run").code == 5
     assert run("convert", model, tmp_path / "new", "--dry-run", "--layout", "asm").code == 4
+    (model / "x.mxfp4prep.part").write_text("x")
+    assert run("convert", model, tmp_path / "new", "--dry-run").code == 4
+    (model / "x.mxfp4prep.part").unlink()
     text = run("convert", model, tmp_path / "new", "--dry-run", "--layout", "triton")
     assert text.code == 0
     assert "forced" in text.out

@@ -23,6 +23,7 @@ from quark_factory import (
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from mxfp4prep import io
 from mxfp4prep import manifest as m
 from mxfp4prep.checkpoint import open_checkpoint
 from mxfp4prep.convert import convert, default_output
@@ -40,6 +41,7 @@ from mxfp4prep.marks import DIGESTS_NAME
 from mxfp4prep.parallel import parse_rules
 from mxfp4prep.plan import make_plan, surveyed_degrees
 from mxfp4prep.restore import restore
+from mxfp4prep.rewrite import write_file
 from mxfp4prep.survey import survey
 from mxfp4prep.verify import verify
 
@@ -492,11 +494,94 @@ class TestOutputSafety:
         with pytest.raises(Unsupported, match="already prepared"):
             converted(out, tmp_path / "twice")
 
-    def test_reserved_names(self, small, tmp_path):
-        (small / "source").mkdir()
-        (small / "source" / "x").write_text("x")
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "source",
+            "source/x",
+            "SHA256SUMS/x",
+            "mxfp4prep.json/x",
+            "mxfp4prep.digests.json",
+            "mxfp4prep.digests.json/x",
+            "model-00001-of-00002.safetensors.mxfp4prep.part",
+            "config.json.mxfp4prep.part/x",
+            "sub/x.mxfp4prep.part",
+        ],
+    )
+    def test_reserved_names(self, small, tmp_path, name):
+        (small / name).parent.mkdir(exist_ok=True)
+        (small / name).write_text("x")
         with pytest.raises(Unsupported, match="needs this name"):
             converted(small, tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+    def test_a_folder_called_as_an_index_that_the_output_needs(self, tmp_path):
+        index = "model.safetensors.index.json"
+        side_files = {f"{index}/x": b"x"}
+        root = write_checkpoint(
+            tmp_path / "m", LINEARS, shards=2, index=False, side_files=side_files
+        )
+        with pytest.raises(Unsupported, match="needs this name"):
+            converted(root, tmp_path / "out")
+
+    def test_files_called_like_ours_elsewhere_come_back(self, tmp_path):
+        names = ("SHA256SUMS", "sub/source/x", "sub/SHA256SUMS/x", "sub/mxfp4prep.json", "a" * 240)
+        side_files = {name: name.encode() for name in names}
+        root = write_checkpoint(tmp_path / "m", LINEARS, side_files=side_files)
+        out = converted(root, tmp_path / "out").out
+        assert verify(out, "deep", root).problems == ()
+        restore(out, tmp_path / "back")
+        assert files_of(tmp_path / "back") == files_of(root)
+
+    def test_a_name_that_is_too_long_while_it_is_written(self, small, tmp_path):
+        (small / "sub" / ("\u00e9" * 120 + "a")).write_text("x")
+        with pytest.raises(Unsupported, match="found 241 bytes, expected at most 240"):
+            converted(small, tmp_path / "out")
+
+    @pytest.mark.parametrize(
+        "place", [b"m\xff", b"models--o\xff--n/snapshots/c\xff", b"models--o--n/snapshots/\xff"]
+    )
+    def test_a_source_whose_path_is_not_utf8_gives_an_output_that_can_be_read(
+        self, tmp_path, place
+    ):
+        root = write_checkpoint(tmp_path / os.fsdecode(place), LINEARS)
+        out = converted(root, tmp_path / "out").out
+        assert verify(out, "deep", root).problems == ()
+        source = m.parse((out / "mxfp4prep.json").read_bytes()).source
+        assert "\\udcff" in f"{source.name} {source.repo} {source.commit}"
+
+    def test_a_finding_about_half_a_character_can_be_read_again(self, tmp_path):
+        config = model_config(quant_config(layer_type_quant_config={"\ud800": {}}))
+        root = write_checkpoint(tmp_path / "m", LINEARS, config=config)
+        out = converted(root, tmp_path / "out").out
+        assert verify(out, "deep", root).problems == ()
+        found = m.parse((out / "mxfp4prep.json").read_bytes()).findings
+        assert any("\\ud800" in f"{finding.where} {finding.message}" for finding in found)
+
+    def test_a_disk_that_takes_two_names_for_one_loses_no_file(self, tmp_path):
+        record = write_file(tmp_path, "a", b"1", "side")
+        (tmp_path / "A").symlink_to("a")  # stands for such a disk
+        with pytest.raises(IOFailed, match="A: another file of this checkpoint has this name"):
+            write_file(tmp_path, "A", b"2", "side")
+        assert (tmp_path / record.name).read_bytes() == b"1"
+
+    def test_a_file_that_holds_more_than_its_size_says(self, small, tmp_path, capsys):
+        (small / "version").symlink_to("/proc/version")
+        with pytest.raises(IOFailed, match="version: the file holds more than its size says"):
+            converted(small, tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+    def test_another_mount_of_the_source_is_the_source(self, small, tmp_path, monkeypatch):
+        (tmp_path / "mounted").mkdir()
+        real = io.identity
+
+        def identity(path, where=None):
+            return real(small if path == tmp_path / "mounted" else path, where)
+
+        monkeypatch.setattr(io, "identity", identity)
+        with pytest.raises(UnsafeOutput, match="lies in the source"):
+            converted(small, tmp_path / "mounted" / "out")
+        assert list((tmp_path / "mounted").iterdir()) == []
 
     def test_default_name_is_beside_and_never_in_a_hub_cache(self, small, tmp_path, monkeypatch):
         assert default_output(small) == tmp_path / "m-mxfp4prep"

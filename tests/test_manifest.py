@@ -142,6 +142,22 @@ def test_not_a_manifest(raw):
         m.parse(raw)
 
 
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda text: text.encode("utf-16"),
+        lambda text: text.encode("utf-32-le"),
+        lambda text: text.encode("utf-8-sig"),
+        lambda text: text.replace("gfx950", "\ud800").encode("utf-8", "surrogatepass"),
+    ],
+)
+def test_a_manifest_is_utf8_and_nothing_else(encode):
+    text = m.dump(parse(document(layer()))).decode()
+    assert m.parse(text.encode()).layers
+    with pytest.raises(InvalidManifest, match="not a manifest"):
+        m.parse(encode(text))
+
+
 @pytest.fixture
 def few_spelled_out(monkeypatch):
     monkeypatch.setattr(m, "SPELLED_OUT_LAYERS", 2)

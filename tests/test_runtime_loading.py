@@ -343,7 +343,7 @@ def test_a_file_that_shrinks_while_it_is_read(
         prepared.load_all()
     assert caught.value.where == shard.name
     assert late.on_their_way == 0, "nothing may be on its way into memory that is given up"
-    with pytest.raises(IOFailed, match="shorter"):
+    with pytest.raises(IOFailed, match="was changed or replaced after"):
         prepared.load_all()
 
 
@@ -360,6 +360,23 @@ def test_a_flipped_bit_is_found(tmp_path, small_pieces, monkeypatch, staged):
     assert at_once(tmp_path) is not None, "not asked for"
     with pytest.raises(InvalidCheckpoint, match="xxh3_128"):
         checked(tmp_path)
+
+
+@pytest.mark.parametrize("route", [lazily, checked_lazily])
+def test_what_replaces_an_opened_checkpoint_is_not_mixed_with_it(tmp_path, route):
+    first, second = f"{BLOCK}.mlp.down_proj", "model.layers.1.mlp.down_proj"
+    layers = [Layer(first, 64, 256), Layer(second, 64, 256)]
+    for seed, name in enumerate(("old", "new")):
+        build(tmp_path / name, layers, seed=seed)
+    prepared = route(tmp_path / "old")
+    assert prepared[first].n == 64
+    (tmp_path / "old").rename(tmp_path / "gone")
+    (tmp_path / "new").rename(tmp_path / "old")
+    with pytest.raises(IOFailed, match="was changed or replaced after the checkpoint was opened"):
+        prepared[second]
+    with pytest.raises(IOFailed, match="was changed or replaced after the checkpoint was opened"):
+        prepared.load_all()
+    assert mxfp4prep.load(tmp_path / "old")[second].n == 64
 
 
 def test_experts_that_cannot_be_loaded_say_so(tmp_path):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from mxfp4prep import leftovers as leftovers_module
 from mxfp4prep.errors import IOFailed, UnsafeOutput
 from mxfp4prep.leftovers import _host, _started
 from mxfp4prep.staging import check_output, staged
@@ -36,6 +37,24 @@ def test_living_writer_is_respected(tmp_path):
     ):
         pass
     assert leftovers(tmp_path) == []
+
+
+def test_another_machine_of_the_same_name_is_another(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    for name in ("one", "other"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(leftovers_module, "_MACHINE_ID", tmp_path / "one")
+    theirs = tmp_path / f".out.mxfp4prep-{_host()}-999999999-5"
+    theirs.mkdir()
+    monkeypatch.setattr(leftovers_module, "_MACHINE_ID", tmp_path / "other")
+    with pytest.raises(UnsafeOutput, match="another run is writing it"), staged(out):
+        pass
+    assert theirs.is_dir()
+    monkeypatch.setattr(leftovers_module, "_MACHINE_ID", tmp_path / "one")
+    with staged(out):
+        assert not theirs.exists()
+    monkeypatch.setattr(leftovers_module, "_MACHINE_ID", tmp_path / "absent")
+    assert len(_host()) == 8
 
 
 def test_dead_writer_is_swept_and_other_hosts_never(tmp_path):

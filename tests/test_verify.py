@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 
 import pytest
@@ -41,6 +42,11 @@ def pristine(tmp_path_factory):
 def prepared(pristine, tmp_path):
     _, out = pristine
     return shutil.copytree(out, tmp_path / "out")
+
+
+def test_a_folder_whose_name_is_not_utf8(pristine, tmp_path):
+    out = shutil.copytree(pristine[1], tmp_path / os.fsdecode(b"o\xff"))
+    assert verify(out).problems == ()
 
 
 def shard_names(root):
@@ -327,6 +333,17 @@ def test_missing_added_and_shortened_files(prepared):
     assert said(report) >= {("extra.bin", None), ("tokenizer.json", None), (shard.name, None)}
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "x.header"])
+def test_an_original_of_what_no_conversion_changes(prepared, tmp_path, name):
+    (prepared / "source" / name).write_text("x")
+    record = {"name": f"source/{name}", "nbytes": 1, "role": "original"}
+    record["sha256"] = hashlib.sha256(b"x").hexdigest()
+    edit_manifest(prepared, lambda document: document["files"].append(record))
+    assert (f"source/{name}", None) in said(verify(prepared))
+    with pytest.raises(IntegrityError, match="is not the original"):
+        restore(prepared, tmp_path / "back")
+
+
 class TestDeep:
     def test_other_source_is_found_out(self, prepared, tmp_path):
         other = write_checkpoint(tmp_path / "other", LINEARS, shards=2, seed=1)
@@ -346,6 +363,29 @@ class TestDeep:
         (copy / "tokenizer.json").unlink()
         (copy / "new.txt").write_text("x")
         assert said(verify(out, "deep", copy)) == {("tokenizer.json", None), ("new.txt", None)}
+
+    @pytest.mark.parametrize("role", ["none", "new_index"])
+    def test_an_index_that_is_gone_with_all_that_speaks_of_it(self, tmp_path, role):
+        index = "model.safetensors.index.json"
+        source = write_checkpoint(tmp_path / "m", LINEARS, index=True)
+        out = converted(source, tmp_path / "out").out
+
+        def forget(document):
+            record = next(file for file in document["files"] if file["name"] == index)
+            if role == "none":
+                document["files"].remove(record)
+                (out / index).unlink()
+            else:
+                record["role"] = role
+            document["source"]["index_sha256"] = None
+
+        edit_manifest(out, forget)
+        manifest = m.parse((out / "mxfp4prep.json").read_bytes())
+        sums = {record.name: record.sha256 for record in manifest.files}
+        sums["mxfp4prep.json"] = hashlib.sha256((out / "mxfp4prep.json").read_bytes()).hexdigest()
+        (out / "SHA256SUMS").write_bytes(format_sums(sums))
+        assert verify(out).problems == ()
+        assert said(verify(out, "deep", source)) == {(index, None)}
 
     def test_needs_a_source(self, prepared, tmp_path):
         with pytest.raises(UsageError, match="--deep"):

@@ -44,7 +44,10 @@ SUMS_LIMIT = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What the small files of a prepared checkpoint say. `digests` is None unless asked for."""
+    """What the small files of a prepared checkpoint say. `digests` is None unless asked for.
+
+    signatures   of the shards, by file name, as their headers were read: see `io.signature`
+    """
 
     root: Path
     config: dict[str, Any]
@@ -52,6 +55,7 @@ class Opened:
     layers: dict[str, LayerRecord]
     places: dict[str, Place]
     digests: dict[str, str] | None
+    signatures: dict[str, tuple[int, int]]
 
 
 def open_for_serving(path: Path, *, verify: bool) -> Opened:
@@ -73,7 +77,7 @@ def checked_for_serving(prepared: PreparedFiles, *, verify: bool) -> Opened:
 def _checked(prepared: PreparedFiles, *, verify: bool) -> Opened:
     manifest = prepared.manifest
     require_files(prepared, "shard")
-    places = _read_headers(prepared.root, manifest)
+    places, signatures = _read_headers(prepared.root, manifest)
     layers = {record.name: record for record in manifest.layers}
     for record in manifest.layers:
         check_layer(record, places)
@@ -86,7 +90,7 @@ def _checked(prepared: PreparedFiles, *, verify: bool) -> Opened:
     if verify:
         _check_config(prepared)
         digests = {name: stored for name, (_, stored) in read_digests(prepared).items()}
-    return Opened(prepared.root, prepared.config, manifest, layers, places, digests)
+    return Opened(prepared.root, prepared.config, manifest, layers, places, digests, signatures)
 
 
 def _check_config(prepared: PreparedFiles) -> None:
@@ -124,11 +128,16 @@ def _check_sum(prepared: PreparedFiles) -> None:
             )
 
 
-def _read_headers(root: Path, manifest: Manifest) -> dict[str, Place]:
+def _read_headers(
+    root: Path, manifest: Manifest
+) -> tuple[dict[str, Place], dict[str, tuple[int, int]]]:
     places: dict[str, Place] = {}
+    signatures = {}
     for record in manifest.files:
         if record.role != "shard":
             continue
+        with io.reading(root / record.name, record.name) as fd:
+            signatures[record.name] = io.signature(fd, record.name)  # first: see transfer.Files
         header = read_header(root / record.name, name=record.name)
         if header.file_nbytes != record.nbytes:
             raise InvalidCheckpoint(
@@ -144,7 +153,7 @@ def _read_headers(root: Path, manifest: Manifest) -> dict[str, Place]:
             if other is not place:
                 what = f"tensor {entry.name} stands in {other.file} too"
                 raise InvalidCheckpoint(record.name, what, hint=VERIFY_HINT)
-    return places
+    return places, signatures
 
 
 def _check_accounts(manifest: Manifest, places: Mapping[str, Place]) -> None:

@@ -100,7 +100,7 @@ class Batch:
     def __init__(self, reader: Reader, device: torch.device) -> None:
         self.reader = reader
         self.device = device
-        self._files = Files(reader.opened.root)
+        self._files = Files(reader.opened.root, reader.opened.signatures)
         self._blocks: dict[str, list[Block]] = {}  # by tensor
         self._read = 0
 

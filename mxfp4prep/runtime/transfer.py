@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mxfp4prep import io
-from mxfp4prep.errors import InvalidCheckpoint
+from mxfp4prep.errors import InvalidCheckpoint, IOFailed
 from mxfp4prep.prepared import VERIFY_HINT
 from mxfp4prep.runtime import memory
 from mxfp4prep.runtime.blocks import Block, Checked, Plain, runs
@@ -24,19 +24,30 @@ PIECE_NBYTES = 8 << 20
 
 
 class Files:
-    """The shards below a folder, each opened when it is first read, for any number of threads."""
+    """The shards below a folder, each opened when it is first read, for any number of threads.
 
-    def __init__(self, root: Path) -> None:
+    signatures   by file name, as they were when the headers were read: who replaces a checkpoint
+                 must not give half a model of the old one and half of the new
+    """
+
+    def __init__(self, root: Path, signatures: Mapping[str, tuple[int, int]]) -> None:
         self._root = root
+        self._signatures = signatures
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
 
     def read(self, file: str, offset: int, into: memoryview) -> None:
-        """Fills `into` from byte `offset` on. Raises IOFailed where the file ends before that."""
+        """Fills `into` from byte `offset` on.
+
+        Raises IOFailed where the file ends before that, or is not the one that was opened first.
+        """
         with self._lock:
             fd = self._open.get(file)
             if fd is None:
                 fd = self._open[file] = io.open_read(self._root / file)
+                if io.signature(fd, file) != self._signatures[file]:
+                    what = "was changed or replaced after the checkpoint was opened"
+                    raise IOFailed(file, what, hint="load the checkpoint again")
         io.pread_into(fd, into, offset, file)
 
     def close(self) -> None:
