@@ -289,8 +289,13 @@ def test_p88_a_function_that_source_has_and_the_module_has_not(on_gfx950):
 
 
 FORCED = """
-import sys, torch
+import sys
 import mxfp4prep
+names = {status.name: status for status in mxfp4prep.backends()}
+assert not names["aiter"].available, names
+assert names["torch"].available, names
+assert "aiter" not in sys.modules
+import torch
 from mxfp4prep.runtime import ops
 try:
     mxfp4prep.load(sys.argv[1], backend="aiter")

@@ -59,7 +59,7 @@ BATCHES = [
     for kernels in (PARTS if ALL else (tuple(name for part in PARTS for name in part),))
     if kernels != ("scaled",) or target in ("gfx950", "sm_100")
 ]
-EVERY = dict.fromkeys(ROOM, 1) if ALL else dict.fromkeys(ROOM, 40) | {"gfx950": 9}
+EVERY = dict.fromkeys(ROOM, 1) if ALL else dict.fromkeys(ROOM, 40) | {"gfx950": 12}
 
 
 def compiled(target: str, kernels: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -408,7 +408,7 @@ ORDERS = {
 @pytest.mark.parametrize("tile", ["few8", "many16", "scaled16"])
 def test_splits_are_summed_in_one_order_whoever_comes_last(monkeypatch, tile, order):
     generator = torch.Generator().manual_seed(11)
-    matrix = random_stored("kept", 70, 640, generator)
+    matrix = random_stored("kept", 40, 640, generator)
     x = inputs(9, 640, torch.float32, generator)
     split = TILES[tile]._replace(splits=5)
     assert split.division(640)[1] == 5

@@ -245,12 +245,12 @@ def test_half_precision(dtype: torch.dtype, tokens: int) -> None:
     "tile", [FEW[8], FEW[16]._replace(splits=2), FEW[32], MANY["64 by 64"], MANY["128"]]
 )
 def test_every_tile_gives_the_same(tile: Any) -> None:
-    model = Model(3, 256, 256)
+    model = Model(3, 256, 64)
     x, weights, ids = model.tokens(20, 2)
     weights.nan_to_num_(0.5)
     banks = [
-        Stored(*model.banks[:2], None, "kept", 512, 256, 512, 256),
-        Stored(*model.banks[2:], None, "kept", 256, 256, 256, 256),
+        Stored(*model.banks[:2], None, "kept", 128, 256, 128, 256),
+        Stored(*model.banks[2:], None, "kept", 256, 64, 256, 64),
     ]
     out = torch.full_like(x, torch.nan)
     experts(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from aiter_stub import NEWEST, distribution, forget, install
-from conftest import with_path
 from prepared_factory import Layer, build
 
 import mxfp4prep
@@ -271,37 +269,3 @@ def test_p90_environment_variables_decide_nothing(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "0")
     build(tmp_path, [Layer("fc1", 64, 256)])
     assert mxfp4prep.load(tmp_path)["fc1"].path == "asm"
-
-
-RUN = """
-import sys
-import mxfp4prep
-names = {status.name: status for status in mxfp4prep.backends()}
-assert not names["aiter"].available, names
-assert names["torch"].available, names
-assert "aiter" not in sys.modules
-import torch
-layer = mxfp4prep.load(sys.argv[1])["fc1"]
-assert layer(torch.zeros(1, 256)).shape == (1, 64)
-"""
-
-
-@pytest.mark.parametrize("wrong", ["pypi", "raises"])
-def test_p87_p88_a_wrong_or_raising_aiter_stops_nothing(tmp_path, wrong):
-    build(tmp_path / "prepared", [Layer("fc1", 64, 256)])
-    site = tmp_path / "site"
-    site.mkdir()
-    if wrong == "pypi":
-        distribution(site, "aiter")
-        package(site, content="def aiter(): ...\n")
-    else:
-        distribution(site, "amd-aiter")
-        package(site, "ops/__init__.py", "ops/shuffle.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", RUN, str(tmp_path / "prepared")],
-        env=with_path(site, ROOT),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
