@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mxfp4prep.errors import InvalidCheckpoint, IOFailed
+from mxfp4prep.exchange import exchange_names
 
 _DISK_HINT = "free some space there, or choose an output on another disk"
 _EXISTS_HINT = "remove it, or choose another output"
@@ -342,6 +343,21 @@ def rename(source: Path, target: Path) -> None:
     """Gives a file or folder another name in one step; a file at `target` is replaced."""
     with _failing_as(f"{source} -> {target}"):
         os.rename(source, target)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Lets two names change places in one step; False, and nothing done, where there is no way to.
+
+    Source: renameat2(2). Network filesystems and systems other than Linux cannot.
+    """
+    with _failing_as(f"{first} <-> {second}"):
+        try:
+            exchange_names(first, second)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                raise
+            return False
+        return True
 
 
 def mkdir(path: Path, where: Path | None = None) -> None:

@@ -107,25 +107,25 @@ def staged(
     if io.exists(out) and not replace:
         raise _exists(out, None)
     stage, aside = stage_path(out), stage_path(out, "old-")
-    begun = False
+    made: tuple[int, int] | None = None
     try:
         io.mkdir(stage, out.parent)
+        made = io.identity(stage, out)
         # Only now: of two that begin at once, each sees the other's folder, and none sweeps.
         left = abandoned(out, mine=stage)
         before = _content(out)
         _sweep(left if leftovers is None else [p for p in left if was_set_aside(out, p)])
         if leftovers is not None:
             leftovers.claim(out, [p for p in left if not was_set_aside(out, p)])
-        begun = True
         yield stage
         _publish(stage, out, aside, before)
-        _sweep([aside] if replace and io.exists(aside) else [])
+        _sweep([path for path in (stage, aside) if io.exists(path)])
         if leftovers is not None:
             leftovers.sweep()
     except BaseException as error:
         # What cannot be cleaned up hides no error: a later run sweeps it.
         with suppress(Mxfp4PrepError, MemoryError):
-            _give_up(stage, out, aside, leftovers, error, begun=begun)
+            _give_up(stage, out, aside, leftovers, error, made)
         raise
 
 
@@ -154,6 +154,7 @@ def _content(out: Path) -> list[tuple[Path, int, int]] | None:
 def _publish(
     stage: Path, out: Path, aside: Path, before: list[tuple[Path, int, int]] | None
 ) -> None:
+    """Gives `stage` the name `out`; an old output is at `stage` then, or at `aside`."""
     below = [path for path, status in _walk(stage) if stat.S_ISDIR(status.st_mode)]
     for folder in (*reversed(below), stage):
         io.fsync_dir(folder)
@@ -166,6 +167,9 @@ def _publish(
                 "has changed while its replacement was being written",
                 hint="look at what came there, then try again",
             )
+        if io.exchange(stage, out):
+            io.fsync_dir(out.parent)
+            return
         io.rename(out, aside)
     io.rename(stage, out)
     io.fsync_dir(out.parent)
@@ -182,27 +186,27 @@ def _give_up(
     aside: Path,
     leftovers: Leftovers | None,
     error: BaseException,
-    *,
-    begun: bool,
+    made: tuple[int, int] | None,
 ) -> None:
     """Leaves the old output or the new one, and of the rest only what `leftovers` is to keep.
 
-    begun   the stage was there: if it is not any more, it has become the output
+    made    the folder that was staged, by its number: it may have become the output
     """
-    if not io.exists(stage):
-        if begun:
-            error.add_note(f"{out} stands whole all the same: check it with `mxfp4prep verify`")
-        if io.exists(aside):
-            aside = release(aside, out, "old-")
-            io.fsync_dir(out.parent)  # before the old output goes
-            io.rmtree(aside)
+    if made is not None and io.identity(out) == made:
+        error.add_note(f"{out} stands whole all the same: check it with `mxfp4prep verify`")
+        for old in (stage, aside):
+            if io.exists(old):
+                given_up = release(old, out, "old-")
+                io.fsync_dir(out.parent)  # before the old output goes
+                io.rmtree(given_up)
         if leftovers is not None:
             leftovers.sweep()
         return
     if io.exists(aside) and not io.exists(out):
         io.rename(aside, out)
     if leftovers is None:
-        io.rmtree(release(stage, out))
+        if io.exists(stage):
+            io.rmtree(release(stage, out))
         return
     count, folders = leftovers.keep(stage)
     if count:

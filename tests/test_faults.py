@@ -41,7 +41,7 @@ def test_any_failure_of_a_conversion_leaves_nothing_and_the_rerun_is_the_same(
     world, tried, operation
 ):
     count = attack(world, SCENARIOS["convert"], operation, FEW.get(operation), every=False)
-    if operation in ("chmod", "unlink", "rmdir"):
+    if operation in ("chmod", "exchange", "unlink", "rmdir"):
         assert count == 0  # which a plain conversion has no need of
     else:
         tried("F1", count)
@@ -51,13 +51,16 @@ OTHERS = [
     (name, operation)
     for name in SCENARIOS
     for operation in OPERATIONS
-    if name != "convert" and (operation not in FEW or name in ("overwrite", "resume"))
-]
+    if name not in ("convert", "renames")
+    and (operation not in FEW or name in ("overwrite", "resume"))
+    and (operation != "exchange" or name == "overwrite")
+] + [("renames", "rename")]
 
 
 @pytest.mark.parametrize(("name", "operation"), OTHERS)
 def test_any_failure_of_the_other_ways_of_writing(world, tried, name, operation):
-    errors = ("EIO", "KeyboardInterrupt") if operation == "rename" else ("ENOSPC",)
+    names = operation in ("rename", "exchange")
+    errors = ("EIO", "KeyboardInterrupt") if names else ("ENOSPC",)
     count = attack(world, SCENARIOS[name], operation, errors, every=False)
     if count:
         tried("F1", count)
@@ -83,7 +86,7 @@ def test_whatever_has_been_done_when_the_process_dies_one_can_go_on_from_there(w
 
 
 @pytest.mark.parametrize("error", [*ERRNOS, *EXCEPTIONS])
-@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o not in ("unlink", "rmdir")])
+@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o not in ("exchange", "unlink", "rmdir")])
 def test_the_command_says_what_failed_where_and_what_to_do(world, tried, operation, error):
     with contextlib.redirect_stdout(text_io.StringIO()):
         count = sum(_command(world, Fault(operation, call, error)) for call in (1,))

@@ -292,6 +292,30 @@ def test_rename_replaces_a_file_and_moves_a_folder(file: Path, tmp_path: Path) -
     assert str(tmp_path / "b") in str(caught.value)
 
 
+def test_exchange_swaps_two_folders_in_one_step_or_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"was-{name}").touch()
+
+    def found() -> list[str]:
+        return [p.name for name in ("first", "second") for p in (tmp_path / name).iterdir()]
+
+    assert io.exchange(tmp_path / "first", tmp_path / "second")
+    assert found() == ["was-second", "was-first"]
+    with pytest.raises(IOFailed, match="no such file or folder") as caught:
+        io.exchange(tmp_path / "first", tmp_path / "nowhere")
+    assert caught.value.where == f"{tmp_path / 'first'} <-> {tmp_path / 'nowhere'}"
+    monkeypatch.setattr("mxfp4prep.exchange.ctypes.CDLL", lambda *_args, **_options: object())
+    assert not io.exchange(tmp_path / "first", tmp_path / "second")  # a C library without it
+    monkeypatch.undo()
+    for number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        monkeypatch.setattr(io, "exchange_names", raiser(number))
+        assert not io.exchange(tmp_path / "first", tmp_path / "second")
+    assert found() == ["was-second", "was-first"]
+
+
 def test_mkdir_lets_one_of_two_succeed(tmp_path: Path) -> None:
     io.mkdir(tmp_path / "stage")
     with pytest.raises(IOFailed, match="exists already"):
@@ -443,6 +467,7 @@ OPERATIONS: list[tuple[str, Callable[[Path], object]]] = [
     ("open", lambda path: io.fsync_dir(path.parent)),
     ("fsync", lambda path: io.fsync_dir(path.parent)),
     ("rename", lambda path: io.rename(path, path)),
+    ("exchange_names", lambda path: io.exchange(path, path)),
     ("mkdir", lambda path: io.mkdir(path)),
     ("unlink", lambda path: io.unlink(path)),
     ("scandir", lambda path: io.scan_folder(path.parent)),
@@ -473,7 +498,8 @@ def test_every_failure_has_a_place_a_cause_and_a_way_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with no_leak(), monkeypatch.context() as patched:
-        patched.setattr(shutil if call == "rmtree" else os, call, raiser(number))
+        owner = {"rmtree": shutil, "exchange_names": io}.get(call, os)
+        patched.setattr(owner, call, raiser(number))
         with pytest.raises(IOFailed) as caught:
             operation(file)
     error = caught.value

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 
 import pytest
 
+from mxfp4prep import io
 from mxfp4prep import leftovers as leftovers_module
 from mxfp4prep.errors import IOFailed, UnsafeOutput
 from mxfp4prep.leftovers import _host, _started
@@ -117,30 +120,73 @@ def test_a_path_that_passes_through_the_output_itself(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize("nth", [1, 2, 3])
-def test_an_interrupt_while_publishing_keeps_the_old_or_the_new(tmp_path, monkeypatch, nth):
-    from mxfp4prep import io
+def no_exchange(*_names):
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
+
+@pytest.mark.parametrize(("able", "nth"), [(True, 1), (True, 2), (False, 1), (False, 2), (False, 3)])
+def test_an_interrupt_while_publishing_keeps_the_old_or_the_new(tmp_path, monkeypatch, able, nth):
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("")
-    real, calls = {name: getattr(io, name) for name in ("rename", "rmtree")}, []
+    real = {name: getattr(io, name) for name in ("rename", "exchange", "rmtree")}
+    calls = []
 
     def interrupt(name):
         def after(*args):
-            real[name](*args)
-            calls.append(name)
-            if len(calls) == nth:
-                raise KeyboardInterrupt
+            done = real[name](*args)
+            if done is not False:
+                calls.append(name)
+                if len(calls) == nth:
+                    raise KeyboardInterrupt
+            return done
 
         return after
 
+    if not able:
+        monkeypatch.setattr(io, "exchange_names", no_exchange)
     for name in real:
         monkeypatch.setattr(io, name, interrupt(name))
     with pytest.raises(KeyboardInterrupt), staged(out, replace=True) as stage:
         (stage / "new").write_text("")
     monkeypatch.undo()
+    steps = ["exchange", "rmtree"] if able else ["rename", "rename", "rmtree"]
+    assert calls[:nth] == steps[:nth]
     assert [p.name for p in out.iterdir()] in (["old"], ["new"])
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_an_old_output_goes_once_the_new_one_has_its_name_on_the_disk(tmp_path, monkeypatch, able):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("")
+    steps = []
+
+    def watch(name):
+        real = getattr(io, name)
+
+        def step(*args):
+            done = real(*args)
+            if done is not False:
+                there = [p.name for p in out.iterdir()] if out.exists() else None
+                steps.append((name, *(p.name for p in args if p in (out, tmp_path)), there))
+            return done
+
+        monkeypatch.setattr(io, name, step)
+
+    if not able:
+        monkeypatch.setattr(io, "exchange_names", no_exchange)
+    for name in ("rename", "exchange", "fsync_dir", "rmtree"):
+        watch(name)
+    with staged(out, replace=True) as stage:
+        (stage / "new").write_text("")
+    monkeypatch.undo()
+    names = [("exchange", "out", ["new"])]
+    if not able:
+        names = [("rename", "out", None), ("rename", "out", ["new"])]
+    synced = ("fsync_dir", tmp_path.name, ["new"])
+    assert steps == [("fsync_dir", ["old"]), *names, synced, ("rmtree", ["new"])]
     assert leftovers(tmp_path) == []
 
 
@@ -155,8 +201,6 @@ def test_names_that_begin_alike_are_other_outputs(tmp_path):
 
 
 def test_a_failure_of_cleaning_up_does_not_hide_what_went_wrong(tmp_path, monkeypatch):
-    from mxfp4prep import io
-
     def fail(path):
         raise io.failed(path, OSError(5, ""))
 
@@ -171,8 +215,6 @@ def test_a_failure_of_cleaning_up_does_not_hide_what_went_wrong(tmp_path, monkey
 
 
 def test_an_output_that_stands_although_its_folder_was_not_synced_is_said_to(tmp_path, monkeypatch):
-    from mxfp4prep import io
-
     real = io.fsync_dir
 
     def fail_outside(path):

@@ -22,6 +22,7 @@ ROOMS = [
     "marks",
     "findings",
     "collector",
+    "exchange",
     "io",
     "directory",
     "documents",

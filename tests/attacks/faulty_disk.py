@@ -25,7 +25,7 @@ EXCEPTIONS: dict[str, type[BaseException]] = {
 }
 OPERATIONS = (
     "open", "create", "open dir", "pread", "write", "fsync", "fsync dir", "chmod", "rename",
-    "mkdir", "unlink", "rmdir", "scan", "stat", "close",
+    "exchange", "mkdir", "unlink", "rmdir", "scan", "stat", "close",
 )  # fmt: skip
 ANY = "any operation"
 
@@ -104,8 +104,12 @@ class FaultyDisk:
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
         kind = _CALLS.get(name)
-        if kind is None:
-            return real
+        return real if kind is None else self.calling(kind, real, name)
+
+    def calling(
+        self, kind: str | Callable[..., str], real: Callable[..., Any], name: str = ""
+    ) -> Callable[..., Any]:
+        """`real`, counted and failing as operation `kind`."""
 
         def call(*args: Any, **options: Any) -> Any:
             operation = kind if isinstance(kind, str) else kind(*args, **options)
@@ -181,11 +185,14 @@ class _Removing:
 def on_disk(disk: FaultyDisk) -> Iterator[FaultyDisk]:
     """While it lasts, the product's file operations go through `disk`."""
     io_os, shutil_os = io.os, shutil.os  # type: ignore[attr-defined]
+    exchange = io.exchange_names  # type: ignore[attr-defined]
     io.os, shutil.os = disk, _Removing(disk)  # type: ignore[attr-defined]
+    io.exchange_names = disk.calling("exchange", exchange)  # type: ignore[attr-defined]
     try:
         yield disk
     finally:
         io.os, shutil.os = io_os, shutil_os  # type: ignore[attr-defined]
+        io.exchange_names = exchange  # type: ignore[attr-defined]
 
 
 def open_descriptors() -> int:
