@@ -86,7 +86,9 @@ def test_whatever_has_been_done_when_the_process_dies_one_can_go_on_from_there(w
 
 
 @pytest.mark.parametrize("error", [*ERRNOS, *EXCEPTIONS])
-@pytest.mark.parametrize("operation", [o for o in OPERATIONS if o not in ("exchange", "unlink", "rmdir")])
+@pytest.mark.parametrize(
+    "operation", [o for o in OPERATIONS if o not in ("exchange", "unlink", "rmdir")]
+)
 def test_the_command_says_what_failed_where_and_what_to_do(world, tried, operation, error):
     with contextlib.redirect_stdout(text_io.StringIO()):
         count = sum(_command(world, Fault(operation, call, error)) for call in (1,))

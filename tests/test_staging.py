@@ -124,7 +124,9 @@ def no_exchange(*_names):
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
-@pytest.mark.parametrize(("able", "nth"), [(True, 1), (True, 2), (False, 1), (False, 2), (False, 3)])
+@pytest.mark.parametrize(
+    ("able", "nth"), [(True, 1), (True, 2), (False, 1), (False, 2), (False, 3)]
+)
 def test_an_interrupt_while_publishing_keeps_the_old_or_the_new(tmp_path, monkeypatch, able, nth):
     out = tmp_path / "out"
     out.mkdir()

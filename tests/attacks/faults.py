@@ -275,7 +275,8 @@ def _check_output(
         return
     old = scenario.old(world)
     if found is None and old is not None:  # only where the names could not be put back
-        assert scenario.name == "renames" and fault.ever, "the old output has lost its name"
+        assert scenario.name == "renames", "the old output has lost its name"
+        assert fault.ever, "the old output has lost its name"
         [aside] = [p for p in world.left() if "-old-" in p.name]
         assert tree(aside) == old, "the old output is damaged"
     else:
