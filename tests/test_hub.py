@@ -526,6 +526,7 @@ def test_headers_that_lie_are_found_as_in_a_file(made, damage, fault):
     error = fails("org/m", FIRST, hint="the file on the Hub is so")
     assert str(error) == str(local.value)
     assert FIRST in str(error)
+    assert error.__notes__.count("in the checkpoint org/m") == 1
     assert made.body_nbytes(FIRST) < 100_000
     assert len(made.of(FIRST)) == (1 if path.stat().st_size else 0)  # of nothing is no range
 
