@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mxfp4prep import io
+from mxfp4prep.collector import collector_paused
 from mxfp4prep.header_json import (
     AGAIN,
     FIELDS,
@@ -161,6 +162,7 @@ def _refuse_lookalike(prefix: bytes, name: str) -> None:
         raise flaw(name, None, what, hint=hint)
 
 
+@collector_paused()
 def parse_header(
     raw_json: bytes | bytearray, data_nbytes: int, name: str
 ) -> tuple[tuple[TensorEntry, ...], dict[str, str] | None]:
