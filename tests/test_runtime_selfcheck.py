@@ -237,6 +237,33 @@ def test_weights_beyond_float32_are_right_and_counted(tmp_path, scheme):
     assert all(0 < row.max_rel_error < 0.05 for row in rows if row.layer == "fc1"), rows
 
 
+def test_sums_that_overflow_on_their_way_are_right_and_hide_no_other_error(tmp_path, monkeypatch):
+    layer = Layer("fc1", 64, 256, "triton", "w4a16")
+    layer.fill(torch.Generator().manual_seed(0))
+    layer.scale[::2] = 250  # 2^123, sums of 256 products up to some 2^134: not in float32
+    build(tmp_path, [layer])
+    spoilt = []
+
+    def check():
+        return list(selfcheck(mxfp4prep.load(tmp_path), m=(8,)))
+
+    real = torch_backend.gemm
+
+    def watched(*arguments, **options):
+        y = real(*arguments, **options)
+        spoilt.append(int((~y.isfinite()).sum()))
+        return y
+
+    monkeypatch.setattr(torch_backend, "gemm", watched)
+    assert [row.ok for row in check()] == [True]
+    assert spoilt[0] > 0
+    odd = torch.tensor([1])  # a row of usual scales
+    monkeypatch.setattr(
+        torch_backend, "gemm", lambda *a, **k: real(*a, **k).index_fill(1, odd, torch.inf)
+    )
+    assert [row.ok for row in check()] == [False]
+
+
 def test_an_infinite_value_hides_no_other_error(tmp_path, monkeypatch):
     up = Layer(f"{PREFIX}.gate_up_proj", 128, 64, "triton", "w4a16", experts=1)
     down = Layer(f"{PREFIX}.down_proj", 64, 64, "triton", "w4a16", experts=1)

@@ -166,7 +166,7 @@ def _check_linear(
     y = y.to(there)[:, rows]
     expected, magnitude = linear_oracle(judge, x.to(there), rows)
     allowed = ROUNDING * expected.abs() + ACCUMULATION * math.sqrt(layer.k) * magnitude
-    error = _error(y, expected)
+    error = _error(y, expected, magnitude)
     ok = bool((error <= allowed.nan_to_num()).all())  # a NaN is not <= anything
     return _row(layer, m, error, expected, milliseconds, ok=ok)
 
@@ -199,12 +199,18 @@ def _check_experts(
     return _row(layer, m, error, expected, milliseconds, ok=ok)
 
 
-def _error(y: Tensor, expected: Tensor) -> Tensor:
+def _error(y: Tensor, expected: Tensor, magnitude: Tensor | None = None) -> Tensor:
     """|y - expected|, float64; a NaN or an overflow where it must be is no error, elsewhere it is
-    one for ever."""
+    one for ever.
+
+    magnitude   the sum of each result's magnitudes: where it is beyond the type, a sum may overflow
+                on its way to a result that is not
+    """
     largest = torch.finfo(y.dtype).max
     right = y.isnan() & expected.isnan()
     right |= y.isinf() & (expected.abs() >= largest) & (y.sign() == expected.sign())
+    if magnitude is not None:
+        right |= ~y.isfinite() & (magnitude >= largest)
     return (y.double() - expected).abs().masked_fill(right, 0.0)
 
 
