@@ -58,4 +58,5 @@ def test_one_digest_a_file_and_modes_as_the_umask_has_them(
         assert set(process["files"]) == names
     for name in names:
         assert len({digest for process in said for digest in process["files"][name]}) == 1, name
-    tried("D1", sum(process["conversions"] for process in said))
+    there = [process for process in said if process["locale"] != "not here"]
+    tried("D1", sum(process["conversions"] for process in there))

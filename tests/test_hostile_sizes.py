@@ -36,7 +36,7 @@ def test_a_process_that_takes_too_much_is_seen(monkeypatch):
     assert outcome.said == "read"
 
 
-def test_mutated_headers_and_manifests_raise_our_errors_only(tried):
+def test_mutated_headers_and_manifests_raise_our_errors_only():
     """A few of what `headers.py --seconds` tries; whatever is accepted safetensors reads alike."""
     import random
 

@@ -17,7 +17,7 @@ EXPECTED = {  # limit -> exit code, words of the error
     "64 open files": (0, ""),
     "no more open files": (6, "too many open files"),
     "96 MiB of memory": (0, ""),
-    "1 MiB of memory": (6, ""),
+    "1 MiB of memory": (6, "memory: not enough of it"),
     "no more threads": (6, "the system starts no more threads"),
     "a source that may only be read": (0, ""),
     "a folder that may not be written to": (6, "permission denied"),

@@ -1,4 +1,4 @@
-"""Shows what the real system's limits lead to: one clear error, exit code 6, and nothing left.
+"""Shows what the real system's limits lead to: the work done, or one clear error and nothing left.
 
     python tests/attacks/limits.py [--json]
 
