@@ -5,14 +5,16 @@ SERVE_VENV ?= .serve-venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt $(PIP_ARGS)
 
+RUNS ?= 20
+
 SERVE_PIP := $(SERVE_VENV)/bin/python -m pip --disable-pip-version-check install -q $(PIP_ARGS)
 
-.PHONY: demo test test-serve kernels memory packages mutants count reliability check-reliability aiter lint format schemas bench coverage clean help
+.PHONY: demo test test-serve kernels memory packages flakes mutants count reliability check-reliability aiter lint format schemas bench coverage clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-demo: $(VENV)/.base    ## make a tiny Quark checkpoint and run every command on it
+demo: $(VENV)/.base    ## make a tiny Quark checkpoint; audit, convert, verify, restore and run it
 	$(BIN)/mxfp4prep demo
 
 test: $(VENV)/.dev     ## run the whole test suite
@@ -41,6 +43,9 @@ count: $(VENV)/.dev
 	MXFP4PREP_COUNTS=$(CURDIR)/.counts.json $(MAKE) test
 	MXFP4PREP_COUNTS=$(CURDIR)/.counts.json $(MAKE) memory
 	MXFP4PREP_COUNTS=$(CURDIR)/.counts.json $(MAKE) packages
+
+flakes: $(VENV)/.dev   ## the suite RUNS times over (20), to find a test that fails now and then
+	for run in $$(seq $(RUNS)); do echo "run $$run of $(RUNS)"; $(MAKE) -s test || exit 1; done
 
 mutants: $(VENV)/.dev  ## every mutant of the modules that must not err, 20 minutes of CPU; ARGS='layouts --jobs 2' to narrow it
 	$(BIN)/python tests/mutation/run.py --all $(ARGS)
@@ -74,6 +79,7 @@ coverage: $(VENV)/.dev ## branch coverage of the package
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("mxfp4prep needs Python 3.11 or newer; set PYTHON=") if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV), torch included: minutes, the first time"
 	$(PIP) -e .
 	touch $@
 

@@ -17,6 +17,8 @@ Path = Literal["asm", "triton", "impossible"]
 
 RULE = "rows % 32 == 0, columns % 8 == 0, rows != 96"
 RULE_VERSION = 1
+"""Of all that is decided and that a manifest records of it: versions of this package that share it
+come to the same manifest."""
 
 SCALE_ROW_MULTIPLE = 32
 SCALE_COLUMN_MULTIPLE = 8
@@ -173,3 +175,11 @@ def demoted(verdict: Verdict, reason: str) -> Verdict:
 def _with_hazards(verdict: Verdict, hazards: tuple[str, ...]) -> Verdict:
     # Cached so that like layers share one verdict.
     return verdict._replace(hazards=hazards)
+
+
+def outdated(rule_version: int) -> bool:
+    """Whether an earlier version's rules were these: they may have decided otherwise than ours.
+
+    A number that no version ever had, or that a later one will have, is none of those.
+    """
+    return 1 <= rule_version < RULE_VERSION

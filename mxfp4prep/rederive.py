@@ -1,8 +1,8 @@
 """The plan made again from a prepared checkpoint alone, and where its manifest says otherwise.
 
 Headers and source/config.json hold all that planning reads, and the manifest says what was asked
-for: the same version of mxfp4prep must come to the same decisions, layer by layer and field by
-field. An edited manifest does not, even when every digest was edited along with it.
+for: the same rules must come to the same decisions, layer by layer and field by field. An edited
+manifest does not, even when every digest was edited along with it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from mxfp4prep import __version__
-from mxfp4prep.alignment import RULE_VERSION
+from mxfp4prep.alignment import RULE_VERSION, outdated
 from mxfp4prep.checkpoint import Checkpoint, Shard
 from mxfp4prep.deployment import Deployment
 from mxfp4prep.documents import CONFIG_NAME, read_object
@@ -35,8 +35,11 @@ class Disagreement(NamedTuple):
 
 
 def can_rederive(prepared: PreparedFiles) -> bool:
-    """Whether this version wrote the manifest: another one may have decided otherwise."""
-    return prepared.manifest.tool_version == __version__
+    """Whether the decisions can be held against this version's, whoever wrote the manifest.
+
+    Not those of earlier rules. Rules that are unknown here are a disagreement.
+    """
+    return not outdated(prepared.manifest.target.rule_version)
 
 
 SHAPES = frozenset({"n", "k", "experts"})
@@ -100,7 +103,10 @@ def _asked(manifest: Manifest, plan: Plan) -> Iterator[Disagreement]:
     Findings about files that are no longer here, and those that need tensor bytes, are left aside.
     """
     if manifest.target.rule_version != RULE_VERSION:
-        what = f"found {manifest.target.rule_version}, mxfp4prep {__version__} has {RULE_VERSION}"
+        what = (
+            f"found {manifest.target.rule_version}, mxfp4prep {__version__} knows {RULE_VERSION}: "
+            "verify it with the version that wrote it"
+        )
         yield Disagreement(MANIFEST_NAME, "target.rule_version", what)
     layouts = sorted({x for p in plan.layers for x in (p.weight_layout, p.scale_layout)})
     if manifest.target.layouts != layouts:

@@ -109,8 +109,11 @@ def _skipped(run: Run) -> tuple[str, ...]:
     if run.level == "full":
         skipped.append("comparison with the source itself (use --source MODEL_DIR)")
     if not can_rederive(run.files):
-        version = run.files.manifest.tool_version
-        skipped.append(f"the decisions made again: written by mxfp4prep {version}")
+        manifest = run.files.manifest
+        skipped.append(
+            "the decisions made again: made by version "
+            f"{manifest.target.rule_version} of the rules (mxfp4prep {manifest.tool_version})"
+        )
     return tuple(skipped)
 
 

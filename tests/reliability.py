@@ -56,7 +56,7 @@ ROWS = (
     Row("N5", "seeded mutants of the code", "killed: all in layouts and alignment, 95 % elsewhere", 40),
     Row("F1", "the k-th file operation fails, once and for ever", "output absent or whole, source as it was, rerun gives the same bytes", 1_500),
     Row("F2", "SIGKILL at random moments", "as F1; `--resume` gives the same bytes", 50),
-    Row("F3", "order of system calls", "file synced, renamed, folder synced; manifest last, publication last", 1),
+    Row("F3", "order of system calls; what stands after each prefix of them", "file synced, renamed, folder synced; manifest last, publication last", 1),
     Row("F4", "full disk, file size, open files, memory, read-only folders", "a clear message and the right exit code", 7),
     Row("F5", "a source that moves while it is read", "exit 6, never SIGBUS", 5),
     Row("F6", "two commands at once", "the second refuses at once; only what is dead and ours is swept", 4),

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from mxfp4prep import alignment
 from mxfp4prep.alignment import (
     ASM_HAZARDS,
     HAZARDS,
@@ -250,3 +251,11 @@ def test_demoted_leaves_the_hazards_of_asm_behind():
     assert demoted(part, "group_part") == Verdict(
         "triton", (128, 16), ("group_part",), ("mixed_group",)
     )
+
+
+def test_rules_are_outdated_that_an_earlier_version_had(monkeypatch):
+    assert not any(alignment.outdated(version) for version in (0, 1, 2))
+    monkeypatch.setattr(alignment, "RULE_VERSION", 3)
+    assert [alignment.outdated(version) for version in (-1, 0, 1, 2, 3, 4)] == [
+        False, False, True, True, False, False,
+    ]  # fmt: skip

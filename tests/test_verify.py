@@ -11,6 +11,8 @@ import pytest
 from quark_factory import write_checkpoint
 from test_convert import LINEARS, converted
 
+import mxfp4prep
+from mxfp4prep import alignment
 from mxfp4prep import manifest as m
 from mxfp4prep.checkpoint import open_checkpoint
 from mxfp4prep.convert import convert
@@ -263,20 +265,36 @@ def test_codes_are_words_and_degrees_are_numbers(prepared):
             m.parse(json.dumps(broken).encode())
 
 
-def test_another_versions_decisions_are_skipped_and_said(prepared):
+def with_its_sum(prepared, edit):
     path = prepared / "mxfp4prep.json"
     before = hashlib.sha256(path.read_bytes()).hexdigest()
+    edit_manifest(prepared, edit)
+    sums = prepared / "SHA256SUMS"
+    sums.write_text(sums.read_text().replace(before, hashlib.sha256(path.read_bytes()).hexdigest()))
 
+
+def test_earlier_rules_decisions_are_skipped_and_said(prepared, monkeypatch):
     def edit(document):
         document["tool_version"] = "0.0.1"
         document["layers"][0]["hazards"] = ["unheard_of"]
 
-    edit_manifest(prepared, edit)
-    sums = prepared / "SHA256SUMS"
-    sums.write_text(sums.read_text().replace(before, hashlib.sha256(path.read_bytes()).hexdigest()))
+    with_its_sum(prepared, edit)
+    assert len(verify(prepared, "quick").problems) == 1  # whoever wrote it, the rules are known
+    monkeypatch.setattr(alignment, "RULE_VERSION", 2)
     report = verify(prepared, "quick")
     assert report.problems == ()
-    assert any("written by mxfp4prep 0.0.1" in text for text in report.skipped)
+    [skipped] = (text for text in report.skipped if "decisions" in text)
+    assert skipped.endswith("made by version 1 of the rules (mxfp4prep 0.0.1)")
+
+
+@pytest.mark.parametrize("version", [-1, 0, 2, 99])
+def test_rules_that_nobody_had_yet_are_a_problem(prepared, version):
+    with_its_sum(prepared, lambda document: document["target"].update(rule_version=version))
+    report = verify(prepared, "quick")
+    [problem] = report.problems
+    assert (problem.file, problem.tensor) == ("mxfp4prep.json", "target.rule_version")
+    assert f"found {version}, mxfp4prep {mxfp4prep.__version__} knows 1" in problem.what
+    assert not any("decisions" in text for text in report.skipped)
 
 
 def test_layout_mark_that_contradicts_the_shape(prepared):

@@ -54,7 +54,7 @@ LINEARS = {
     f"{LAYER}.mlp.down_proj": (64, 32),
 }
 UNPROVABLE = {
-    ("tool_version",),  # verify says that it skips the decisions of another version
+    ("tool_version",),
     ("source", "name"),
     ("source", "repo"),
     ("source", "commit"),
@@ -333,11 +333,16 @@ def consistent(root: Path, changes: dict[str, bytes]) -> Iterator[None]:
             (root / name).write_bytes(content)
 
 
-def manifest_edits(root: Path, *, sums: bool) -> Iterator[tuple[tuple[Any, ...], Seen]]:
-    """Each value of the manifest edited; with `sums`, SHA256SUMS made to fit: (place, seen)."""
+def manifest_edits(
+    root: Path, *, sums: bool, **more: object
+) -> Iterator[tuple[tuple[Any, ...], Seen]]:
+    """Each value of the manifest edited; with `sums`, SHA256SUMS made to fit: (place, seen).
+
+    more   values of keys that are edited each time
+    """
     document = json.loads((root / MANIFEST).read_bytes())
     for path, changed in edited(document):
-        raw = json.dumps(changed).encode()
+        raw = json.dumps({**changed, **more}).encode()
         with consistent(root, {MANIFEST: raw}) if sums else replaced(root / MANIFEST, raw):
             yield path, look(root, "full" if sums else "quick")
 

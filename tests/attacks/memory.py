@@ -193,6 +193,8 @@ def main() -> int:
         print(json.dumps(inside(Path(source), Path(work), int(workers), wanted)))
         return 0
     given = parser.parse_args()
+    if "convert" not in given.steps and set(given.steps) - {"audit"}:
+        parser.error("--steps: all but audit need what `convert` makes: name it too")
     sys.path.insert(0, str(TESTS))
     largest = int(given.largest_gb * 1e9)
     failed = False

@@ -31,10 +31,16 @@ from packaging.requirements import Requirement
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
-TESTED = ("test_exit_codes.py", "test_imports.py")
+TESTED = (
+    "test_exit_codes.py",
+    "test_imports.py",
+    "test_io.py",
+    "test_staging.py",
+    "test_workers.py",
+)
 """Tests of the sdist that need no package beside TOOLS."""
 
-WITH_NUMPY = ("test_convert.py",)
+WITH_NUMPY = ("test_convert.py", "test_resume.py", "test_verify.py")
 """Those that write with the safetensors library, which needs numpy for it."""
 
 LEFT_OUT = "not p79 and not TestFailures and not real_checkpoint"

@@ -78,6 +78,8 @@ def run_jobs(
             for process in processes:
                 process.kill()
                 process.wait()
+            for path in (path for job in jobs for path in _shared_memory(job["port"])):
+                path.unlink()
     said = "".join(file.read_text() for file in files)
     assert codes == [0] * ranks, said[-4000:]
     found = [
@@ -138,8 +140,21 @@ def _environment(folder: Path, plugins: str, tp: int) -> dict[str, str]:
 
 
 def _free_ports(count: int) -> list[str]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [str(listener.getsockname()[1]) for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
+    """Ports that nobody listens at, nor has left vLLM's shared memory of: it is named after one."""
+    listeners: list[socket.socket] = []
+    found: list[str] = []
+    try:
+        while len(found) < count:
+            listeners.append(socket.create_server(("127.0.0.1", 0)))
+            port = str(listeners[-1].getsockname()[1])
+            if not _shared_memory(port):
+                found.append(port)
+    finally:
+        for listener in listeners:
+            listener.close()
+    return found
+
+
+def _shared_memory(port: str) -> list[Path]:
+    """What ranks that met at that port share; vLLM's CPU build never removes it."""
+    return list(Path("/dev/shm").glob(f"{port}-*-cpushm_*"))
