@@ -183,7 +183,7 @@ def convert(
             words = _word(model_dir), _word(target)
             voice.print_text(lambda screen: convert_text(document, screen, *words))
     if not quiet:
-        voice.tell_findings(findings)
+        voice.tell_findings(findings, _word(model_dir))
 
 
 def _tell_leftovers(voice: Voice, plan: Plan, target: Path, resume: bool) -> None:

@@ -327,7 +327,7 @@ def test_convert_tells_its_findings_on_stderr(run: Any, tmp_path: Path) -> None:
     assert result.code == 0
     assert "warning: model.layers.0.mlp.down_proj: " in result.err
     assert "cannot be split" not in result.out
-    assert "note: 3 more remarks" in result.err
+    assert f"note: 3 more remarks: `mxfp4prep audit {source}` tells\n" in result.err
     assert "note: model" not in result.err
     verbose = run("-v", "convert", source, tmp_path / "again", "--dry-run")
     assert re.search(r"^note: model\.layers\.0\.", verbose.err, re.MULTILINE)

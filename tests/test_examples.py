@@ -89,7 +89,7 @@ def test_no_example_is_left_out():
     assert [name for name in WITH_ENGINES if name not in serving] == []
 
 
-def test_audit(empty):
+def test_audit(empty, tried):
     lines = run("01_audit.py", cwd=empty).splitlines()
     starts = [line.partition(";")[0] for line in lines[:8:2]]
     assert starts == [
@@ -104,6 +104,7 @@ def test_audit(empty):
     assert f"{at}.down_proj: scale (128, 3): triton (scale_cols)" in lines
     assert f"{at}.gate_proj: scale (96, 4): triton (scale_cols, bad_tile)" in lines
     assert any(line.startswith("note: model.layers.0.mlp.gate: ") for line in lines)
+    tried("E1")
 
 
 def test_audit_of_a_named_model(empty):
@@ -130,7 +131,7 @@ def test_audit_does_without_torch(empty):
     assert done.returncode == 0, done.stderr
 
 
-def test_convert_and_verify(empty):
+def test_convert_and_verify(empty, tried):
     source = FIXTURES / "llama-w4a4-aligned"
     before = files_of(source)
     lines = run("02_convert_and_verify.py", cwd=empty).splitlines()
@@ -139,9 +140,10 @@ def test_convert_and_verify(empty):
     assert lines[4] == "verify: 35 tensors, 0 problems"
     assert lines[5] == f"restored {len(before)} files; different or missing: []"
     assert files_of(source) == before
+    tried("E1")
 
 
-def test_load_and_run(empty):
+def test_load_and_run(empty, tried):
     text = run("03_load_and_run.py", cwd=empty)
     assert text.startswith("14 layers; backends:\n")
     assert re.search(r"^  torch: available$", text, re.MULTILINE)
@@ -150,6 +152,7 @@ def test_load_and_run(empty):
     assert difference is not None
     assert float(difference[1]) < 1e-3
     assert text.endswith("output: (4, 256) torch.bfloat16\n")
+    tried("E1")
 
 
 def test_load_and_run_a_prepared_directory(empty, tmp_path):
@@ -189,10 +192,11 @@ def bytes_read(text):
     return ranks, int(found[0][1].replace(",", ""))
 
 
-def test_tensor_parallel_alone(empty):
+def test_tensor_parallel_alone(empty, tried):
     lines = run("06_tensor_parallel.py", cwd=empty).splitlines()
     assert [line.partition(": error")[0] for line in lines[:5]] == BLOCKS
     assert lines[-1] == "5 blocks on 1 rank, gloo: sums equal the whole"
+    tried("E1")
 
 
 def test_tensor_parallel_under_torchrun(empty):

@@ -47,8 +47,11 @@ class Voice:
 
         streams.emit("\n".join(render(screen_of(sys.stdout, self.environ))) + "\n")
 
-    def tell_findings(self, findings: Sequence[Finding]) -> None:
-        """Findings on stderr; notes only when verbose, their number always."""
+    def tell_findings(self, findings: Sequence[Finding], source: str) -> None:
+        """Findings on stderr; notes only when verbose, their number always.
+
+        source   where they were found, as a shell reads it
+        """
         from mxfp4prep.report.screen import screen_of
 
         for finding in findings:
@@ -61,7 +64,7 @@ class Voice:
         notes = sum(finding.severity == "note" for finding in findings)
         if notes and not self.verbose:
             what = "remark" if notes == 1 else "remarks"
-            streams.tell(f"note: {notes} more {what}; `mxfp4prep audit` and `mxfp4prep -v` tell")
+            streams.tell(f"note: {notes} more {what}: `mxfp4prep audit {source}` tells")
 
     @contextmanager
     def notes(self) -> Iterator[None]:
