@@ -235,7 +235,7 @@ def parse(raw: bytes, where: str = MANIFEST_NAME) -> Manifest:
     try:
         check_size(raw, where)
         # decoded here: json takes UTF-16 as well, and half characters that no UTF-8 has
-        document = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        document = json.loads(raw.decode(), object_pairs_hook=_unique)
     except InvalidCheckpoint as error:
         raise InvalidManifest(
             where, error.what, found=error.found, expected=error.expected, hint=_AGAIN
@@ -324,7 +324,7 @@ def utf8(text: str) -> str:
 
     Such stand in names of folders that are not UTF-8, and in what a config.json escapes.
     """
-    return text.encode("utf-8", "backslashreplace").decode()
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _refuse_surrogates(document: dict[str, Any], where: str) -> None:

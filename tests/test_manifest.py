@@ -485,3 +485,8 @@ def test_a_manifest_that_would_fill_the_memory_has_a_way_out(monkeypatch):
     with pytest.raises(InvalidManifest, match="more JSON values than fit") as caught:
         parse({})
     assert caught.value.hint == "copy the checkpoint again, or convert the source again"
+
+
+def test_half_characters_are_spelled_out():
+    assert m.utf8("plain, \u00e9 and \U0001f600") == "plain, \u00e9 and \U0001f600"
+    assert m.utf8("o\udcff-\ud83d") == "o\\udcff-\\ud83d"

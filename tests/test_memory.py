@@ -40,8 +40,10 @@ def figures(
 ) -> dict[int, dict[str, dict[str, Any]]]:
     """{workers: {step: what it took}}."""
     work = tmp_path_factory.mktemp("work")
-    one = memory.outside(source, work, 1, ["convert", "restore", "load"])
-    return {1: one, 2: memory.outside(source, work, 2, ["convert", "verify"])}
+    few = {1: ["convert", "restore", "load"], 2: ["convert", "verify"]}
+    every = {1: memory.ALL, 2: ["convert", "verify", "verify --source", "restore"]}
+    steps = every if FULL else few
+    return {workers: memory.outside(source, work, workers, steps[workers]) for workers in (1, 2)}
 
 
 def test_no_step_takes_more_than_the_tensors_it_holds(

@@ -17,6 +17,7 @@ def full() -> reliability.Counts:
 
 def test_counts_come_from_tests_that_passed(pytester: pytest.Pytester, monkeypatch) -> None:
     monkeypatch.setenv(reliability.VARIABLE, "counts.json")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makeconftest(
         "from reliability import Counter, tried\n"
         "def pytest_configure(config):\n    config.pluginmanager.register(Counter())\n"
