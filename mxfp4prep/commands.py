@@ -198,7 +198,7 @@ def _tell_leftovers(voice: Voice, plan: Plan, target: Path, resume: bool) -> Non
     if not resume:
         fate = "without --resume they are removed"
     elif not count:
-        fate = "nothing is there to go on from"
+        fate = "this one starts from the beginning"
     voice.say(f"note: earlier runs have finished {count} of {len(names)} shards: {fate}")
 
 

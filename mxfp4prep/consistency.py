@@ -55,8 +55,10 @@ def contradictions(
         except InvalidCheckpoint as error:
             yield ORIGINAL_CONFIG, error.what
         else:
-            if _read(prepared, CONFIG_NAME) != expected:
-                yield CONFIG_NAME, f"is not what converting {ORIGINAL_CONFIG} gives"
+            found = _read(prepared, CONFIG_NAME)
+            if found != expected:
+                where = "" if found is None else _difference(found, expected)
+                yield CONFIG_NAME, f"is not what converting {ORIGINAL_CONFIG} gives{where}"
     index = _read(prepared, ORIGINAL_INDEX if ORIGINAL_INDEX in files else INDEX_NAME)
     made = INDEX_NAME in files and files[INDEX_NAME].role == "new_index"
     digest = None if index is None or made else hashlib.sha256(index).hexdigest()
@@ -64,6 +66,25 @@ def contradictions(
     if digest != source.index_sha256 and not lost:
         yield INDEX_NAME, "is not the index that the manifest was made with"
     yield from _index(prepared, shard_of)
+
+
+def _difference(found: bytes, expected: bytes) -> str:
+    """ ": KEY: found X, expected Y" of the first value that two JSON objects do not share."""
+    one, other = parse_object(found, CONFIG_NAME), parse_object(expected, CONFIG_NAME)
+    place: list[str] = []
+    while True:
+        key = next((k for k in {**other, **one} if _said(one, k) != _said(other, k)), None)
+        if key is None:
+            return ": the same values, spelled otherwise"
+        place.append(key)
+        if not isinstance(one.get(key), dict) or not isinstance(other.get(key), dict):
+            return f": {'.'.join(place)}: found {_said(one, key)}, expected {_said(other, key)}"
+        one, other = one[key], other[key]
+
+
+def _said(document: Mapping[str, object], key: str) -> str:
+    """The value of a key as JSON, which tells 1 from true, or that there is none."""
+    return json.dumps(document[key]) if key in document else "nothing"
 
 
 def misplaced(files: Mapping[str, FileRecord]) -> Iterator[tuple[str, str]]:

@@ -57,7 +57,9 @@ def abandoned(out: Path, mine: Path | None = None) -> list[Path]:
         _, host, pid, started = owner
         alive = host != _host() or _started(pid) == started
         if alive or (user is not None and found.st_uid != user):
-            what = "another run is writing it" if alive else "another user's run has left something"
+            what = "another user's run has left something"
+            if alive:
+                what = f"another run is writing it, process {pid}"
             raise UnsafeOutput(
                 out,
                 f"{what}: found {path.name}",

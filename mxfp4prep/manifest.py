@@ -241,9 +241,10 @@ def parse(raw: bytes, where: str = MANIFEST_NAME) -> Manifest:
             where, error.what, found=error.found, expected=error.expected, hint=_AGAIN
         ) from None
     except (ValueError, RecursionError) as error:
-        raise InvalidManifest(where, f"not a manifest: {error}") from None
+        raise InvalidManifest(where, f"not a manifest: {error}", hint=_AGAIN) from None
     if not isinstance(document, dict):
-        raise InvalidManifest(where, "not a manifest", found=type(document).__name__)
+        found = type(document).__name__
+        raise InvalidManifest(where, "not a manifest", found=found, hint=_AGAIN)
     if b"\\ud" in raw or b"\\uD" in raw:
         _refuse_surrogates(document, where)
     version = document.get("schema_version")
@@ -258,7 +259,7 @@ def parse(raw: bytes, where: str = MANIFEST_NAME) -> Manifest:
     defaults = document.pop("layer_defaults", None)
     if defaults is not None:
         if not isinstance(defaults, dict) or not isinstance(document.get("layers"), list):
-            raise InvalidManifest(where, "layer_defaults is not an object")
+            raise InvalidManifest(where, "layer_defaults is not an object", hint=_AGAIN)
         for layer in document["layers"]:
             fill(layer, defaults)
     for key, model in _LISTS.items():

@@ -39,6 +39,9 @@ from mxfp4prep.workers import Progress, run_jobs, worker_count
 __all__ = ["Level", "Problem", "VerifyReport", "verify"]
 
 
+ADDED = "is not in the manifest: added after the conversion"
+
+
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
     """What was checked and every problem found; no problem means proven at this level.
@@ -129,7 +132,7 @@ def _check_listing(run: Run) -> None:
         if found != nbytes:
             run.say(name, f"size: found {found} bytes, expected {nbytes}")
     for name in sorted(present - expected.keys() - {MANIFEST_NAME, SUMS_NAME}):
-        run.say(name, "is not in the manifest: added after the conversion")
+        run.say(name, ADDED)
 
 
 def _check_sums(run: Run) -> None:

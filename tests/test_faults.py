@@ -131,7 +131,7 @@ def test_a_failure_with_resume_says_how_to_go_on(world):
     ):
         assert cli.main([*words, "--resume"]) == 6
     [nothing, note, error, hint] = told.getvalue().splitlines()
-    assert nothing.endswith(": nothing is there to go on from")
+    assert nothing.endswith(": this one starts from the beginning")
     [kept] = world.left()
     assert note.startswith(f"note: kept for --resume: 2 finished files in {kept};")
     assert "the disk is full" in error

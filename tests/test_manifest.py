@@ -327,11 +327,11 @@ def test_a_refusal_says_what_to_do():
     missing = document()
     del missing["tool_version"]
     for doc, message, hint in (
-        ([], "not a manifest: found list", None),
+        ([], "not a manifest: found list", again),
         (document(schema_version=2), f"{cannot}: found schema_version 2, expected 1", later),
         (document(schema_version="1"), f"{cannot}: found schema_version '1', expected 1", later),
-        (document(layer_defaults=[]), "layer_defaults is not an object", None),
-        (document(layer_defaults={}, layers={}), "layer_defaults is not an object", None),
+        (document(layer_defaults=[]), "layer_defaults is not an object", again),
+        (document(layer_defaults={}, layers={}), "layer_defaults is not an object", again),
         (missing, "tool_version: Field required", again),
         (
             document(layer(n="64")),
@@ -346,6 +346,7 @@ def test_a_refusal_says_what_to_do():
     with pytest.raises(InvalidManifest) as caught:
         m.parse(b'{"b":1,"a":1,"a":2}', "sub/mxfp4prep.json")
     assert str(caught.value) == "sub/mxfp4prep.json: not a manifest: key 'a' stands twice"
+    assert caught.value.hint == again
 
 
 def test_layers_are_spelled_out_up_to_a_number_of_them(few_spelled_out):

@@ -40,7 +40,7 @@ from mxfp4prep.report.tally import ASM_ONLY, POSSIBLE, degrees_of
 from mxfp4prep.safefile import TensorEntry
 from mxfp4prep.schemas.__main__ import generate
 from mxfp4prep.survey import survey
-from mxfp4prep.verify import Problem, VerifyReport
+from mxfp4prep.verify import ADDED, Problem, VerifyReport
 
 ESC = "\x1b"
 
@@ -677,6 +677,22 @@ def test_verify_names_each_problem_and_what_was_not_checked() -> None:
         "the original",
         "not checked: the source",
     ]
+
+
+@pytest.mark.parametrize(
+    ("whats", "start", "end"),
+    [
+        ([ADDED], "hint: move what was added elsewhere", "hint: move what was added elsewhere"),
+        ([ADDED, "is missing"], "hint: copy what is", "; move what was added elsewhere"),
+        (["is missing"], "hint: copy what is", "belongs in the original"),
+    ],
+)
+def test_the_way_out_is_that_of_the_problems(whats: list[str], start: str, end: str) -> None:
+    problems = tuple(Problem(f"f{n}", None, what) for n, what in enumerate(whats))
+    report = VerifyReport("full", "model", 3, 4, 5000, problems, ())
+    hint = verify_text(payload.verify(report), Screen(columns=300), "to/it")[-1]
+    assert hint.startswith(start)
+    assert hint.endswith(end)
 
 
 def test_stored_table_shows_path_reasons_and_degrees() -> None:

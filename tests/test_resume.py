@@ -409,7 +409,7 @@ def test_the_command_tells_what_it_did_not_take_over(case, capsys):
         ([], [FIRST, SECOND], "2 of 3 shards: without --resume they are removed"),
         (["--dry-run"], [FIRST, SECOND], "2 of 3 shards: without --resume they are removed"),
         (["--resume"], [FIRST], "1 of 3 shards: each is compared before it is taken over"),
-        (["--resume"], [], "0 of 3 shards: nothing is there to go on from"),
+        (["--resume"], [], "0 of 3 shards: this one starts from the beginning"),
         ([], [], None),
         (["-q"], [FIRST], None),
     ],

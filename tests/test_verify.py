@@ -460,3 +460,28 @@ def test_a_config_that_was_replaced_has_to_come_back(prepared):
     with pytest.raises(InvalidManifest, match=r"config\.json was replaced") as caught:
         verify(prepared, "quick")
     assert "put back the config.json" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda d: d.update(hidden_size=7), "hidden_size: found 7, expected "),
+        (lambda d: d.update(extra="x"), 'extra: found "x", expected nothing'),
+        (lambda d: d.pop("model_type"), "model_type: found nothing, expected "),
+        (
+            lambda d: d["quantization_config"]["source_quantization_config"].pop("exclude"),
+            "quantization_config.source_quantization_config.exclude: found nothing, expected [",
+        ),
+        (lambda d: d.update(hidden_size=True), "hidden_size: found true, expected "),
+        (lambda d: None, "the same values, spelled otherwise"),
+    ],
+)
+def test_an_edited_config_says_which_value(prepared, edit, said):
+    path = prepared / "config.json"
+    document = json.loads(path.read_text())
+    edit(document)
+    path.write_text(json.dumps(document))
+    whats = [problem.what for problem in verify(prepared, "quick").problems]
+    start = "is not what converting source/config.json gives: "
+    [what] = (what for what in whats if what.startswith(start))
+    assert what.removeprefix(start).startswith(said)

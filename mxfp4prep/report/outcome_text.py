@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mxfp4prep.report.screen import Row, Screen, counted, human
 from mxfp4prep.report.stored_text import laid_out_for, share_lines
+from mxfp4prep.verify import ADDED
 
 if TYPE_CHECKING:
     from mxfp4prep.report import contract as c
@@ -37,6 +38,7 @@ _MENDING = (
     "copy what is named again from where it is right, or convert the original again; a change that "
     "you want belongs in the original"
 )
+_MOVING = "move what was added elsewhere"
 
 
 def verify_text(report: c.VerifyDocument, screen: Screen, given: str) -> list[str]:
@@ -58,7 +60,9 @@ def verify_text(report: c.VerifyDocument, screen: Screen, given: str) -> list[st
         verdict = f"NOT what was prepared: {counted(len(report['problems']), 'problem')}"
     lines += screen.wrap(f"{head}: {verdict}")
     if not report["ok"]:
-        lines += screen.wrap(f"hint: {_MENDING}")
+        added = {problem["what"] == ADDED for problem in report["problems"]}
+        ways = ([_MENDING] if False in added else []) + ([_MOVING] if True in added else [])
+        lines += screen.wrap(f"hint: {'; '.join(ways)}")
     for check in report["skipped"]:
         lines += screen.wrap(f"not checked: {screen.name(check)}", rest="  ")
     return lines

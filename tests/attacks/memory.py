@@ -81,6 +81,11 @@ def peak() -> int:
     return int(text.partition("VmHWM:")[2].split()[0]) * 1024
 
 
+CORES = 2
+"""What steps may use. `load` reads 8 MiB ahead with each of up to 8 threads, one a core: little
+beside a large tensor, but not beside that of a short run."""
+
+
 def steps_of(source: Path, work: Path, workers: int) -> dict[str, Callable[[], None]]:
     """The steps, in the order in which each finds what it needs."""
     from mxfp4prep import cli, load
@@ -118,6 +123,7 @@ def inside(source: Path, work: Path, workers: int, wanted: list[str]) -> dict[st
     import mxfp4prep.verify  # noqa: F401 - what every step needs is there before the first
 
     torch.set_num_threads(1)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     steps = steps_of(source, work, workers)
     figures: dict[str, Any] = {"base": _forked(lambda: None)}
     for name in wanted:
