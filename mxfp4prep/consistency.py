@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from mxfp4prep import io
 from mxfp4prep.documents import CONFIG_NAME, INDEX_NAME, JSON_LIMIT, parse_object
 from mxfp4prep.errors import InvalidCheckpoint
+from mxfp4prep.header_json import short
 from mxfp4prep.inventory import TARGET_GFX, prepared_config
 from mxfp4prep.manifest import FileRecord
 from mxfp4prep.marks import (
@@ -69,7 +70,7 @@ def contradictions(
 
 
 def _difference(found: bytes, expected: bytes) -> str:
-    """ ": KEY: found X, expected Y" of the first value that two JSON objects do not share."""
+    """The first value that two JSON objects do not share, as a message goes on: `: KEY: found`."""
     one, other = parse_object(found, CONFIG_NAME), parse_object(expected, CONFIG_NAME)
     place: list[str] = []
     while True:
@@ -78,7 +79,8 @@ def _difference(found: bytes, expected: bytes) -> str:
             return ": the same values, spelled otherwise"
         place.append(key)
         if not isinstance(one.get(key), dict) or not isinstance(other.get(key), dict):
-            return f": {'.'.join(place)}: found {_said(one, key)}, expected {_said(other, key)}"
+            at = short(".".join(place))
+            return f": {at}: found {short(_said(one, key))}, expected {short(_said(other, key))}"
         one, other = one[key], other[key]
 
 

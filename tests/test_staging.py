@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import subprocess
 import sys
 
 import pytest
+from attacks.faulty_disk import no_exchange
 
 from mxfp4prep import io
 from mxfp4prep import leftovers as leftovers_module
@@ -118,10 +117,6 @@ def test_a_path_that_passes_through_the_output_itself(tmp_path):
         (stage / "new").write_text("")
     assert (out / "new").exists()
     assert leftovers(tmp_path) == []
-
-
-def no_exchange(*_names):
-    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
 @pytest.mark.parametrize(

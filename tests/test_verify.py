@@ -472,6 +472,7 @@ def test_a_config_that_was_replaced_has_to_come_back(prepared):
             lambda d: d["quantization_config"]["source_quantization_config"].pop("exclude"),
             "quantization_config.source_quantization_config.exclude: found nothing, expected [",
         ),
+        (lambda d: d.update(extra="x" * 500), f'extra: found "{"x" * 149}... (502 characters), '),
         (lambda d: d.update(hidden_size=True), "hidden_size: found true, expected "),
         (lambda d: None, "the same values, spelled otherwise"),
     ],

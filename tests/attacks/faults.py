@@ -5,9 +5,9 @@
 Scenarios: convert with 1 and 2 workers, --overwrite, the same where no two names can change places
 at once, --resume, a rerun after a kill, restore. In each, for each operation beneath the file seam
 (open, create, read, write, fsync, chmod, rename, exchange, mkdir, unlink, rmdir, scan, stat, close)
-and each k until a run no longer gets that far, the k-th
-call fails, once and for ever, with EIO, ENOSPC, EDQUOT, EACCES, EINTR, MemoryError or
-KeyboardInterrupt, or moves fewer bytes than asked for. And the process dies at each operation.
+and each k until a run no longer gets that far, the k-th call fails, once and for ever, with EIO,
+ENOSPC, EDQUOT, EACCES, EINTR, MemoryError or KeyboardInterrupt, or moves fewer bytes than asked
+for. And the process dies at each operation.
 
 After each, the output is absent or whole (the old one or the new one), the source is as it was,
 nothing is left that could be removed, no file is open, the error has its place and its way out, and
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import errno
 import itertools
-import os
 import shutil
 import sys
 import tempfile
@@ -43,6 +42,7 @@ from attacks.faulty_disk import (
     FaultyDisk,
     Killed,
     fast_folder,
+    no_exchange,
     on_disk,
     open_descriptors,
     tree,
@@ -100,6 +100,12 @@ class World:
         """What stands there beside source and output."""
         return sorted(p for p in self.place.iterdir() if p not in (self.source, self.out))
 
+    def finished(self, result: dict[str, bytes]) -> set[str]:
+        """The shards of `result` that stand in what runs have left: names."""
+        stages = [folder for folder in self.left() if "-old-" not in folder.name]
+        shards = [path for folder in stages for path in folder.glob("*.safetensors")]
+        return {path.name for path in shards if path.read_bytes() == result.get(path.name)}
+
     def bury(self) -> None:
         """Makes this process's folders those of a dead one, as if it had ended."""
         for number, path in enumerate(self.left()):
@@ -152,17 +158,13 @@ def _without_exchange(run: Callable[[World], Any]) -> Callable[[World], Any]:
 
     def there(world: World) -> Any:
         able = io.exchange_names  # type: ignore[attr-defined]
-        io.exchange_names = _einval  # type: ignore[attr-defined]
+        io.exchange_names = no_exchange  # type: ignore[attr-defined]
         try:
             return run(world)
         finally:
             io.exchange_names = able  # type: ignore[attr-defined]
 
     return there
-
-
-def _einval(*_names: object) -> None:
-    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
 def _nothing(world: World) -> None:
@@ -329,9 +331,7 @@ def die(world: World, scenario: Scenario, call: int) -> bool:
     world.bury()
     if old is None and found is not None:
         return True
-    stages = [folder for folder in world.left() if "-old-" not in folder.name]
-    shards = [path for folder in stages for path in folder.glob("*.safetensors")]
-    finished = {path.name for path in shards if path.read_bytes() == result.get(path.name)}
+    finished = world.finished(result)
     with on_disk(FaultyDisk()):
         done = scenario.resume(world)
     assert tree(world.out) == result, "going on gives other bytes"

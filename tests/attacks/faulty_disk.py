@@ -195,6 +195,11 @@ def on_disk(disk: FaultyDisk) -> Iterator[FaultyDisk]:
         io.exchange_names = exchange  # type: ignore[attr-defined]
 
 
+def no_exchange(*_names: object) -> None:
+    """In place of `io.exchange_names`: what a network's disk says to it."""
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
 def open_descriptors() -> int:
     """How many files this process holds open."""
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
